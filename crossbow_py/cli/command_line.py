@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -49,7 +50,7 @@ from crossbow_py.core.signals import EXIT_INTERRUPTED, StopSignal
 from crossbow_py.core.switches import read_switches
 from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.telemetry.figures import MOST_RUNS, RecordedRun, figures
+from crossbow_py.telemetry.figures import MOST_RUNS, RecordedRun, by_setting, figures, seed_means
 from crossbow_py.telemetry.records import read_summary
 
 _EXPECTED_ERRORS = (
@@ -74,6 +75,7 @@ _SMALLER = (
 )
 _LONGEST_LINE = 800
 _MANY = 20  # configurations
+_SWEPT = re.compile(r"([\w.]+)=([^,)]*)")  # in the name of a run of a sweep
 # The columns of the table at the end of a sweep.
 _SWEEP_FIGURES = (
     "status", "test accuracy", "best validation accuracy", "time to accuracy", "time of training", "images/s",
@@ -334,10 +336,25 @@ def sweep_lines(folders: Mapping[Path, str]) -> list[str]:
     ended = [(folder, summary) for folder in folders if (summary := read_summary(folder))]
     if len(ended) < 2:
         return []
-    runs = [RecordedRun(folder=each, status=str(summary.get("status")), summary=summary) for each, summary in ended]
+    runs = [
+        RecordedRun(folder=each, status=str(summary.get("status")), summary=summary, config=_swept(folders[each]))
+        for each, summary in ended
+    ]
     shown = [(name, values) for name, values in figures(runs) if name in _SWEEP_FIGURES]
     rows = [[folders[run.folder], *(values[index] for _, values in shown)] for index, run in enumerate(runs)]
+    groups = by_setting(runs)
+    means = dict(seed_means(groups))
+    for index, (label, own) in enumerate(groups.items()):
+        cells = (means[name][index] if name in means else "" for name, _ in shown)
+        rows.append([f"mean of {label}" if label != "all" else f"mean of {len(own)}", *cells])
     return ["", *columns(["run", *(name for name, _ in shown)], rows), "", _report_line([each for each, _ in ended])]
+
+
+def _swept(name: str) -> dict[str, str]:
+    """Return the settings that a run of a sweep is named after; empty if commas in a value make them unclear."""
+    found = dict(_SWEPT.findall(name))
+    whole = ",".join(f"{key}={value}" for key, value in found.items())
+    return found if name == whole or name.endswith(f"({whole})") else {}
 
 
 def _report_line(folders: Sequence[Path]) -> str:

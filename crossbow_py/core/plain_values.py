@@ -49,3 +49,22 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     keys = dict.fromkeys(key for config in configs for key in config if key not in _PATHS)
     found = {key: [written(config[key]) if key in config else "–" for config in configs] for key in keys}
     return {key: values for key, values in found.items() if len(set(values)) > 1}
+
+
+def told_apart(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return `key=value, ...` for each configuration: in what it differs from the others.
+
+    Keys that follow from the choice of their group, such as the settings of an averaging rule that one run alone has,
+    are left out.
+    """
+    found = differing(configs)
+
+    def follows(key: str) -> bool:
+        group = found.get(key.rpartition(".")[0], [])
+        return bool(group) and len(set(zip(group, found[key], strict=True))) == len(set(group))
+
+    told = {key: values for key, values in found.items() if not follows(key)}
+    return [
+        ", ".join(f"{key}={values[place]}" for key, values in told.items() if values[place] != "–")
+        for place in range(len(configs))
+    ]

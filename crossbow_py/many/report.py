@@ -99,25 +99,25 @@ def as_plain(results: Results) -> dict[str, object]:
 
 
 def _write_tensorboard(results: Results, folder: Path) -> None:
-    """Write curves: of each member where there are few, else of each group's median and band."""
+    """Write curves: of each member where there are few, else each group's median and band, and the best member's."""
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  takes a fifth of a second
 
+    for old in folder.glob("*/events.out.tfevents.*"):  # of an earlier call, with other members
+        old.unlink()
     names = dict.fromkeys(name for each in results for entry in each.history for name in entry)
-    figures = [name for name in names if name not in ("epoch", "samples")]
-
-    def write(run: str, points: dict[str, list[float]]) -> None:
-        with SummaryWriter(str(folder / run)) as writer:
-            for name, own in points.items():
-                for number, value in enumerate(own, 1):
-                    writer.add_scalar(f"many/{name}_by_evaluation", value, number, walltime=0)
-
-    for group, members in by_group(results).items():
-        place = group.replace("/", "_") or "all"
-        if len(results) <= FEW:
-            for each in members:
-                own = {name: [e[name] for e in each.history if name in e] for name in figures}
-                write(each.name.replace("/", "_"), own)
-            continue
-        curves = {name: curve(members, name) for name in figures}
-        for what, part in (("median", "middle"), (f"{BAND[0]} %", "low"), (f"{BAND[1]} %", "high")):
-            write(f"{place} {what}", {name: getattr(own, part) for name, own in curves.items()})
+    tags = {name: [f"many/{name}_by_evaluation", *(f"many_band/{name}_{share}_percent" for share in BAND)]
+            for name in names if name not in ("epoch", "samples")}  # fmt: skip
+    runs, is_few = {each.name: [each] for each in results}, len(results) <= FEW
+    if not is_few:
+        runs = {group or "all": members for group, members in by_group(results).items()}
+        runs |= {f"best, {each.name}": [each] for each in results.best_first()[:1]}
+    for run, members in runs.items():
+        with SummaryWriter(str(folder / run.replace("/", "_"))) as writer:
+            if not is_few:
+                bands = {name.replace("_", " "): ["Margin", own] for name, own in tags.items()}
+                writer.add_custom_scalars({f"Median, and from {BAND[0]} to {BAND[1]} % of members": bands})
+            for name, own in tags.items():
+                its = curve(members, name)
+                for number, values in enumerate(zip(its.middle, its.low, its.high, strict=True), 1):
+                    for tag, value in zip(own[:1] if is_few else own, values, strict=False):
+                        writer.add_scalar(tag, value, number, walltime=0)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -24,6 +25,8 @@ from crossbow_py.train.evaluation.evaluator import Evaluator
 State = Mapping[str, Tensor]
 FEW = 12  # members that are shown one by one; more are a band
 BAND = (10, 90)  # percentiles
+_MOST_GROUPS = 8  # curves that can be told apart
+_BEST, _WORST = 10, 3  # lines of a table that does not show all
 Status = Literal["finished", "stopped early", "failed", "not finished"]
 
 
@@ -137,23 +140,46 @@ class Results(Sequence[MemberResult]):
             for each in self
         ]
 
+    def best_first(self) -> list[MemberResult]:
+        """Return the members that have a model, the best first: by accuracy, then by loss.
+
+        Both are those of the validation data where there is some, else of the test data.
+        """
+        what = "validation" if "validation_loss" in self.summary() else "test"
+
+        def key(each: MemberResult) -> tuple[float, float]:
+            own = each.figures()
+            return -own.get(f"{what}_accuracy", 0.0), own.get(f"{what}_loss", math.inf)
+
+        return sorted((each for each in self if each.state), key=key)
+
     def table(self, most: int = 40) -> str:
-        """Return a table: a line for each of the first `most` members, for each group, and for the mean of all."""
+        """Return a table: a line for each member, for each group, and for the mean of all.
+
+        Of more than `most` members it shows the best, the worst, and how many ended how; groups likewise.
+        """
         means = self.summary()
-        names = list(means)
+        names, ranked = list(means), self.best_first()
         head = ["member", "epochs", *(name.replace("_", " ") for name in names)]
-        lines = []
-        for each in self[:most]:
+
+        def line(each: MemberResult) -> list[str]:
             own = each.figures()
             shown = [f"{own[name]:.4g}" if name in own else "–" for name in names]
-            lines.append([f"{each.name}{'' if each.state else f' ({each.status})'}", f"{each.epochs:.3g}", *shown])
+            return [f"{each.name}{'' if each.state else f' ({each.status})'}", f"{each.epochs:.3g}", *shown]
+
         groups = self.groups() if len(self) > 1 else {}
-        for group, its in groups.items():
-            lines.append([f"mean of {group}", "", *(str(its.get(name, "–")) for name in names)])
-        lines.append([f"mean of {sum(bool(each.state) for each in self)}", "", *(str(means[name]) for name in names)])
+        if len(groups) > most:  # by their best members
+            groups = {each.group: groups[each.group] for each in ranked if each.group is not None}
+        lines = _ends([line(each) for each in (self if len(self) <= most else ranked)], most, "members")
+        means_of = [
+            [f"mean of {group}", "", *(str(its.get(name, "–")) for name in names)] for group, its in groups.items()
+        ]
+        lines += _ends(means_of, most, "groups")
+        lines.append([f"mean of {len(ranked)}", "", *(str(means[name]) for name in names)])
         text = columns(head, lines)
         if len(self) > most:
-            text.insert(1 + most, f"  ... and {len(self) - most} more")
+            how = ", ".join(f"{count} {status}" for status, count in Counter(each.status for each in self).items())
+            text.insert(0, f"  {len(self)} members: {how}; the best first")
         return "\n".join(text)
 
     __str__ = table
@@ -193,6 +219,14 @@ class Results(Sequence[MemberResult]):
         return torch.where((counts > 0).view(shape), total / counts.clamp(min=1).view(shape), math.nan)
 
 
+def _ends(lines: list[list[str]], most: int, what: str) -> list[list[str]]:
+    """Return the lines of a table; of more than `most` the first and the last."""
+    if len(lines) <= most:
+        return lines
+    between = [f"... {len(lines) - _BEST - _WORST} {what} between", *[""] * (len(lines[0]) - 1)]
+    return [*lines[:_BEST], between, *lines[-_WORST:]]
+
+
 def _means(members: Sequence[MemberResult]) -> dict[str, Estimate]:
     every = [each.figures() for each in members if each.state]
     names = dict.fromkeys(name for own in every for name in own)
@@ -202,7 +236,7 @@ def _means(members: Sequence[MemberResult]) -> dict[str, Estimate]:
 
 @dataclass(frozen=True)
 class Curve:
-    """A figure of several members by epoch: what the band and the middle of them have, and the best member."""
+    """The median of a figure over several members, and its band, by epoch."""
 
     epochs: list[float]
     low: list[float]
@@ -211,24 +245,23 @@ class Curve:
 
 
 def curve(members: Sequence[MemberResult], name: str) -> Curve:
-    """Return the percentiles of a figure over members, at the epochs that at least half of them have."""
-    by_epoch: dict[float, list[float]] = defaultdict(list)
-    for member in members:
-        for entry in member.history:
-            if name in entry:
-                by_epoch[round(entry["epoch"], 6)].append(entry[name])
-    most = max(map(len, by_epoch.values()), default=0)
-    epochs = sorted(epoch for epoch, values in by_epoch.items() if 2 * len(values) >= most)
-    low, middle, high = (
-        [float(np.percentile(by_epoch[epoch], share)) for epoch in epochs] for share in (BAND[0], 50, BAND[1])
-    )
+    """Return the percentiles of a figure over members, at the evaluations that at least half of them have.
+
+    Epochs of members of unequal folds end a batch apart, so the first evaluation of each goes with that of the others.
+    """
+    points = [[(entry["epoch"], entry[name]) for entry in each.history if name in entry] for each in members]
+    rows = zip_longest(*points)  # by evaluation
+    found = [[point for point in row if point is not None] for row in rows]
+    kept = [list(zip(*own, strict=True)) for own in found if 2 * len(own) >= len(members)]
+    epochs = [float(np.median(at)) for at, _ in kept]
+    low, middle, high = ([float(np.percentile(own, share)) for _, own in kept] for share in (BAND[0], 50, BAND[1]))
     return Curve(epochs, low, middle, high)
 
 
 def by_group(results: Results) -> dict[str, list[MemberResult]]:
-    """Return the members with a history by their group."""
+    """Return the members with a history by their group; all as one where there are more groups than curves may be."""
     found: dict[str, list[MemberResult]] = defaultdict(list)
     for each in results:
         if each.history:
             found[each.group or ""].append(each)
-    return found
+    return found if len(found) <= _MOST_GROUPS else {"": [each for own in found.values() for each in own]}

@@ -12,10 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from crossbow_py.core.intervals import estimate
 from crossbow_py.report.reading import Point, RunRecord, Span
 from crossbow_py.telemetry.events import Images
-from crossbow_py.telemetry.figures import metric_names, number
+from crossbow_py.telemetry.figures import by_setting, metric_names, number, shown_range
 from crossbow_py.telemetry.pictures.confusion_picture import confusion_picture
+from crossbow_py.telemetry.pictures.files import plain
 from crossbow_py.telemetry.timeline import ordered_rows
 
 ROUNDS_SHOWN = 3
@@ -26,6 +28,7 @@ _COLOURS = (
     "#1f77b4", "#d95f02", "#2ca02c", "#9467bd", "#c2185b", "#8c564b", "#17a2b8", "#7f7f7f", "#bcbd22", "#0b3d91",
     "#e6ab02", "#66a61e",
 )  # fmt: skip
+_MARKERS = "os^Dv<>Pp*hX"  # of runs too: readers who see few colours go by these
 # Tasks and what is not one alike: what computes gradients, what updates rows, what all learners share.
 _TASK_COLOURS = {
     "learning": "#4c78a8", "pass": "#4c78a8", "correction": "#f58518", "update": "#f58518", "averaging": "#54a24b",
@@ -81,12 +84,6 @@ def colour(index: int) -> str:
     return _COLOURS[index % len(_COLOURS)]
 
 
-def _plain(text: str) -> str:
-    """Text for matplotlib, which takes dollars for formulas, and leaves out what begins with an underscore."""
-    escaped = text.replace("$", r"\$")
-    return f"\N{ZERO WIDTH SPACE}{escaped}" if escaped.startswith("_") else escaped
-
-
 def _axes(height_in: float = _HEIGHT_IN, rows: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
     panels = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
@@ -97,19 +94,20 @@ def _axes(height_in: float = _HEIGHT_IN, rows: int = 1) -> tuple[Figure, list[Ax
 
 
 def _draw(axes: Axes, points: Sequence[Point], index: int, label: str | None, style: str = "-", **more: Any) -> bool:
-    """A curve; whether there was anything to draw. Few points get markers."""
+    """A curve; whether there was anything to draw. Up to forty points have markers."""
     if not points:
         return False
     axes.plot(
-        *zip(*points, strict=True), style, color=colour(index), label=None if label is None else _plain(label),
-        marker="o" if len(points) <= 40 else "", markersize=3, linewidth=1.4, **more,
+        *zip(*points, strict=True), style, color=colour(index), label=None if label is None else plain(label),
+        marker=_MARKERS[index % len(_MARKERS)], markevery=max(1, len(points) // 40), markersize=3, linewidth=1.4,
+        **more,
     )  # fmt: skip
     return True
 
 
 def _finished(figure: Figure, panels: Sequence[Axes], x_label: str, y_labels: Sequence[str]) -> Figure:
     for axes, y_label in zip(panels, y_labels, strict=True):
-        axes.set_ylabel(_plain(y_label))
+        axes.set_ylabel(plain(y_label))
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(fontsize=8, frameon=False)
     panels[-1].set_xlabel(x_label)
@@ -128,33 +126,72 @@ def _measured(run: RunRecord, what: str, x: str = "samples_seen") -> list[Point]
     return run.by_epoch(f"validation_{what}", x) or run.by_epoch(f"test_{what}", x)
 
 
-def _accuracy(runs: Sequence[RunRecord]) -> Figure | None:
+def _learned(what: str, training: Callable[[RunRecord], list[Point]]) -> Callable[[Sequence[RunRecord]], Figure | None]:
+    """Return what draws a figure of training and of data not trained on.
+
+    Of one run these are curves of two colours; several runs have the colours, and each of the two its panel.
+    """
+
+    def draw(runs: Sequence[RunRecord]) -> Figure | None:
+        measured = "validation" if any(run.by_epoch(f"validation_{what}") for run in runs) else "test"
+        kinds = {measured: [_measured(run, what) for run in runs], "training": [training(run) for run in runs]}
+        kinds = {kind: curves for kind, curves in kinds.items() if any(curves)}
+        if not kinds:
+            return None
+        if len(runs) == 1:
+            figure, panels = _axes()
+            for place, (kind, (points,)) in enumerate(kinds.items()):
+                _draw(panels[0], points, place, kind, "--" if kind == "training" else "-")
+            return _finished(figure, panels, _SAMPLES, [what])
+        figure, panels = _axes(_HEIGHT_IN * (1.35 if len(kinds) > 1 else 1), rows=len(kinds))
+        for axes, curves in zip(panels, kinds.values(), strict=True):
+            for index, (run, points) in enumerate(zip(runs, curves, strict=True)):
+                _draw(axes, points, index, run.name if axes is panels[0] else None)
+        labels = [f"{kind} {what}" for kind in kinds]
+        if measured in kinds:
+            labels[0] += _show_differences(panels[0], kinds[measured], maximize=what == "accuracy")
+        return _finished(figure, panels, _SAMPLES, labels)
+
+    return draw
+
+
+def _show_differences(axes: Axes, curves: Sequence[Sequence[Point]], *, maximize: bool) -> str:
+    """Cut off how runs began, where that would press their ends together; returns what to add to the axis's label."""
+    values = [value for points in curves for _, value in points]
+    low, high = shown_range(values, maximize=maximize) or (0.0, 1.0)
+    margin = 0.05 * (high - low)
+    axes.set_ylim(low - margin, high + margin)
+    is_cut = bool(values) and (min(values) < low if maximize else max(values) > high)
+    return f"\n({'lower' if maximize else 'higher'} values cut off)" if is_cut else ""
+
+
+def _seeds(runs: Sequence[RunRecord]) -> Figure | None:
+    """Return the mean of the seeds of each setting, with its 95 % interval."""
     figure, (axes,) = _axes()
-    drawn = [_draw(axes, _measured(run, "accuracy"), index, run.name) for index, run in enumerate(runs)]
-    for index, run in enumerate(runs):
-        _draw(axes, run.by_epoch("train_accuracy"), index, None, ":", alpha=0.6)
-    return _finished(figure, [axes], _SAMPLES, ["accuracy"]) if any(drawn) else None
+    places, shown = {id(run): index for index, run in enumerate(runs)}, []
+    for label, own in by_setting(runs).items():
+        curves, index = [dict(_measured(run, "accuracy")) for run in own], places[id(own[0])]
+        found = {x: estimate([each[x] for each in curves]) for x in curves[0] if all(x in each for each in curves)}
+        known = [(x, each.mean, each.half_width or 0.0) for x, each in found.items() if each is not None]
+        if _draw(axes, [(x, y) for x, y, _ in known], index, f"{label}, {len(own)} seed{'' if len(own) == 1 else 's'}"):
+            low, high = ([y + sign * half for _, y, half in known] for sign in (-1, 1))
+            axes.fill_between([x for x, *_ in known], low, high, color=colour(index), alpha=0.2, linewidth=0)
+            shown.append([*((x, y) for x, y, _ in known), (0.0, low[-1]), (0.0, high[-1])])
+    if not shown:
+        return None
+    return _finished(figure, [axes], _SAMPLES, [f"accuracy{_show_differences(axes, shown, maximize=True)}"])
 
 
 def _accuracy_by_time(runs: Sequence[RunRecord]) -> Figure | None:
     figure, (axes,) = _axes()
-    drawn = []
-    for index, run in enumerate(runs):
-        drawn.append(_draw(axes, _measured(run, "accuracy", "elapsed_s"), index, run.name))
+    curves = [_measured(run, "accuracy", "elapsed_s") for run in runs]
+    for index, (run, points) in enumerate(zip(runs, curves, strict=True)):
+        _draw(axes, points, index, run.name)
         reached = number(run.summary.get("time_to_accuracy_s"))
         if reached is not None:
             axes.axvline(reached, color=colour(index), linestyle="--", linewidth=0.9)
-    return _finished(figure, [axes], "seconds of training", ["accuracy"]) if any(drawn) else None
-
-
-def _loss(runs: Sequence[RunRecord]) -> Figure | None:
-    figure, (axes,) = _axes()
-    drawn = []
-    for index, run in enumerate(runs):
-        measured = _draw(axes, _measured(run, "loss"), index, run.name)
-        label = None if measured else run.name
-        drawn += [measured, _draw(axes, _curve(run, "loss/train", "train_loss"), index, label, ":", alpha=0.6)]
-    return _finished(figure, [axes], _SAMPLES, ["loss"]) if any(drawn) else None
+    cut = _show_differences(axes, curves, maximize=True) if len(runs) > 1 else ""
+    return _finished(figure, [axes], "seconds of training", [f"accuracy{cut}"]) if any(curves) else None
 
 
 def _throughput(runs: Sequence[RunRecord]) -> Figure | None:
@@ -229,7 +266,7 @@ def _timeline(strip: Strip) -> Figure:
         starts = [(span.start_us - strip.start_us) / 1000 for span in own]
         lengths = [(span.end_us - span.start_us) / 1000 for span in own]
         axes.barh(
-            [rows[span.stream] for span in own], lengths, left=starts, height=0.7, label=_plain(task), linewidth=0.4,
+            [rows[span.stream] for span in own], lengths, left=starts, height=0.7, label=plain(task), linewidth=0.4,
             color=_TASK_COLOURS.get(task, _OTHER_TASK), edgecolor="white",
         )  # fmt: skip
     whole = max((span.end_us - strip.start_us) / 1000 for span in strip.spans)
@@ -240,7 +277,7 @@ def _timeline(strip: Strip) -> Figure:
             axes.text(
                 middle, rows[span.stream], str(span.round_index), ha="center", va="center", fontsize=7, color="white"
             )
-    axes.set_yticks(range(len(rows)), list(map(_plain, rows)))
+    axes.set_yticks(range(len(rows)), list(map(plain, rows)))
     axes.invert_yaxis()
     axes.set_xlabel(f"milliseconds from the begin of round {strip.first_round}")
     axes.legend(fontsize=8, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
@@ -267,11 +304,14 @@ _TIMELINE = (
 )
 _MEASURED = "Of the test data, or the validation data where there is some."
 _LEARNING: tuple[_Kind, ...] = (
-    ("accuracy", "Accuracy", "Of the test data, or the validation data where there is some; dotted: of training.",
-     _accuracy),
+    ("accuracy", "Accuracy", "Training accuracy is counted while the model still learns.",
+     _learned("accuracy", lambda run: run.by_epoch("train_accuracy"))),
+    ("accuracy_of_seeds", "Accuracy of settings", "The mean over seeds, and its 95 % interval by Student's t.",
+     _seeds),
     ("accuracy_by_time", "Accuracy over time", "Evaluation does not count as training; dashed: the target was reached.",
      _accuracy_by_time),
-    ("loss", "Loss", "Of the test data, or the validation data where there is some; dotted: of training.", _loss),
+    ("loss", "Loss", "That of training is with label smoothing, where there is some.",
+     _learned("loss", lambda run: _curve(run, "loss/train", "train_loss"))),
 )  # fmt: skip
 _OTHERS: tuple[_Kind, ...] = (
     ("throughput", "Throughput and learners", "Below, what the auto-tuner made of the number of learners, if asked to.",

@@ -15,7 +15,7 @@ from crossbow_py.core.version import __version__
 from crossbow_py.report.charts import Chart, colour
 from crossbow_py.report.reading import RunRecord
 from crossbow_py.telemetry.class_counts import MEAN, ClassFigures, class_rows, mean_figures, written_share
-from crossbow_py.telemetry.figures import figures, number, same_settings
+from crossbow_py.telemetry.figures import by_setting, figures, number, same_settings, seed_means
 from crossbow_py.telemetry.learners import LearnerFigures, learner_rows
 from crossbow_py.telemetry.rank_pace import RankPace, rank_rows
 
@@ -24,12 +24,13 @@ _MOST_CLASSES, _MOST_RANKS = 25, 16  # in a table that is open
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1080px; padding: 1.5rem; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1400px; padding: 1.5rem; }
 h1 { font-size: 1.5rem; margin: 0 0 .2rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; }
 p.note, .caption, footer { opacity: .75; font-size: .88rem; } .caption { margin: .2rem 0 0; }
 table { border-collapse: collapse; font-size: .9rem; } .wide { overflow-x: auto; }
-th, td { border-bottom: 1px solid var(--line); padding: .25rem .7rem; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } td.text { text-align: left; white-space: normal; }
+th, td { border-bottom: 1px solid var(--line); min-width: 4.5rem; overflow-wrap: anywhere; padding: .25rem .7rem;
+  text-align: right; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; } td.text { text-align: left; }
 .charts { display: grid; gap: 1.6rem 1.2rem; margin-top: 2rem;
   grid-template-columns: repeat(auto-fit, minmax(470px, 1fr)); }
 figure { margin: 0; } figure img { background: #fff; border-radius: 6px; width: 100%; }
@@ -47,6 +48,7 @@ def as_html(runs: Sequence[RunRecord], charts: Sequence[Chart], now: datetime) -
         f"<h1>{escape(title)}</h1>",
         f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>" if notes else "",
         _figures(runs),
+        _seeds(runs),
         f'<div class="charts">{"".join(map(_figure, charts))}</div>',
         _classes(runs),
         *(_learners(run, alone=len(runs) == 1) for run in runs),
@@ -70,6 +72,13 @@ def _figures(runs: Sequence[RunRecord]) -> str:
     same = " · ".join(f"{name} {value}" for name, value in same_settings(runs))
     note = f'<p class="note">{"All runs: " if len(runs) > 1 else ""}{escape(same)}</p>' if same else ""
     return note + _table(["", *_names(runs)], rows)
+
+
+def _seeds(runs: Sequence[RunRecord]) -> str:
+    """Return the table of means over seeds; empty where no setting has two."""
+    groups = by_setting(runs)
+    rows = [[name, *values] for name, values in seed_means(groups)] if groups else []
+    return "<h2>Means over seeds, ± 95 % intervals</h2>" + _table(["", *map(escape, groups)], rows) if rows else ""
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import check_own, is_held, read_text
+from crossbow_py.core.plain_values import told_apart
 from crossbow_py.search.events import SEARCH_FILE
 from crossbow_py.telemetry.class_counts import ClassCounts, from_csv
 from crossbow_py.telemetry.figures import MOST_RUNS, RecordedRun, number
@@ -28,6 +30,7 @@ from crossbow_py.telemetry.timeline import TRACE_FILE
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from crossbow_py.train.run_folder.folder import LOCK_FILE
 
+_TIME_NAME = re.compile(r"(^|/)\d{4}-\d\d-\d\d_[\d_-]+$")
 _FOLDERS_DEEP = 3  # runs/<experiment>/<sweep>/<job>
 
 Point = tuple[float, float]
@@ -124,7 +127,11 @@ def _beneath(path: Path, depth: int) -> Iterator[Path]:
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     """Return everything there is of each."""
-    return [_read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    runs = [_read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    told = told_apart([run.config for run in runs])
+    if len(set(told)) == len(runs) > 1 and all(told) and all(_TIME_NAME.search(run.name) for run in runs):
+        return [replace(run, name=own) for run, own in zip(runs, told, strict=True)]  # the time says nothing of a run
+    return runs
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -199,15 +199,20 @@ def final_lines(summary: Summary) -> list[str]:
     if summary.model_path:
         lines.append(fact("model", summary.model_path))
     if summary.output_dir:
-        lines += folder_lines("run folder", summary.output_dir)
+        lines += folder_lines("run folder", summary.output_dir, is_run=True)
     return lines
 
 
-def folder_lines(name: str, output_dir: str) -> list[str]:
+def folder_lines(name: str, output_dir: str, *, is_run: bool = False) -> list[str]:
     """Return the lines that say where the files are, and how to look at the curves, if there are any."""
     curves = Path(output_dir) / TENSORBOARD_FOLDER
-    lines = [fact(name, output_dir)]
-    return [*lines, fact("curves", f"tensorboard --logdir {quote(str(curves))}")] if curves.is_dir() else lines
+    lines, named = [fact(name, output_dir)], f"{Path(output_dir).resolve().name}:{curves}"
+    if not curves.is_dir():
+        return lines
+    # TensorBoard calls a run in the folder that it is given "."; commas and more colons would mean other runs.
+    is_named = is_run and named.count(":") == 1 and "," not in named
+    served = f"--logdir_spec {quote(named)}" if is_named else f"--logdir {quote(str(curves))}"
+    return [*lines, fact("curves", f"tensorboard {served}")]
 
 
 def _learners(learners: Sequence[LearnerFigures]) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from crossbow_py.core.intervals import estimate
+from crossbow_py.core.plain_values import told_apart, without
 from crossbow_py.telemetry.screen import clock_time
 
 MOST_VALUES = 4  # of a metric that are shown side by side; with more, as of a hundred classes, none of them is
@@ -16,6 +19,7 @@ _LARGEST = 1e30
 _SECONDS_SPELLED_OUT = 120  # from there on minutes
 
 T = TypeVar("T")
+R = TypeVar("R", bound="RecordedRun")
 Rows = list[tuple[str, list[str]]]
 
 
@@ -46,6 +50,49 @@ def figures(runs: Sequence[RecordedRun]) -> Rows:
         *_rows([*_MEASURED, *((name, _metric(name)) for name in metric_names(runs)), *_SPENT], runs),
         *((name, values) for name, values in _rows(_SETTINGS, runs) if len(set(values)) > 1),
     ]
+
+
+def by_setting(runs: Sequence[R]) -> dict[str, list[R]]:
+    """Return the runs that ended, by what their settings have apart from others'; those of one differ in their seeds.
+
+    Empty where no setting has two seeds.
+    """
+    ended = [run for run in runs if run.status in ("finished", "target_reached") and run.config]
+    found: dict[str, list[R]] = {}
+    for run, label in zip(ended, told_apart([without(run.config, ("seed",)) for run in ended]), strict=True):
+        found.setdefault(label or "all", []).append(run)
+    found = {label: own for label, own in found.items() if len({run.config.get("seed") for run in own}) == len(own)}
+    return found if any(len(own) > 1 for own in found.values()) else {}
+
+
+def seed_means(groups: Mapping[str, Sequence[RecordedRun]]) -> Rows:
+    """Return the mean of each figure over the runs of each group, with its 95 % confidence interval by Student's t."""
+
+    def text(runs: Sequence[RecordedRun], key: str, form: str) -> str:
+        values = [value for run in runs if (value := number(run.summary.get(key))) is not None]
+        own = estimate(values) if len(values) == len(runs) else None
+        return "" if own is None else " ± ".join(form.format(v) for v in (own.mean, own.half_width) if v is not None)
+
+    rows = [(name, [text(own, key, form) for own in groups.values()]) for name, key, form in _MEANS]
+    return [("seeds", [str(len(own)) for own in groups.values()]), *(row for row in rows if any(row[1]))]
+
+
+def shown_range(values: Sequence[float], *, maximize: bool) -> tuple[float, float] | None:
+    """Return the range of values that a picture shows, rising; None without any value.
+
+    The far end of what is worse than the better three quarters is cut off, as one trial that learned nothing, or the
+    first epoch, would press all others together: at most half as far again from the best as the quartile is.
+    """
+    values = sorted(value for value in values if math.isfinite(value))
+    if not values:
+        return None
+    best, worst, quartile = values[-1], values[0], values[len(values) // 4]
+    if not maximize:
+        best, worst, quartile = values[0], values[-1], values[-1 - len(values) // 4]
+    bound = best + 1.5 * (quartile - best)
+    low, high = sorted((best, max(worst, bound) if maximize else min(worst, bound)))
+    margin = 0.0 if high > low else abs(high) * 0.01 or 0.01
+    return low - margin, high + margin
 
 
 def few_values(metrics: Mapping[str, T]) -> dict[str, T]:
@@ -154,6 +201,11 @@ _SPENT: tuple[_Kind, ...] = (
     ("slowest rank", _slowest_rank),
     ("ranks that hung", _hanging_ranks),
 )
+_MEANS = (
+    ("test accuracy", "test_accuracy", "{:.4f}"), ("test loss", "test_loss", "{:.4f}"),
+    ("time to accuracy", "time_to_accuracy_s", "{:.1f} s"), ("time of training", "train_time_s", "{:.1f} s"),
+    ("images/s", "images_per_s", "{:,.0f}"),
+)  # fmt: skip
 _SETTINGS: tuple[_Kind, ...] = (
     ("model", _setting("model")),
     ("data", _setting("data")),

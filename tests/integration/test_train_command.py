@@ -56,7 +56,7 @@ def test_command_to_its_end_leaves_the_whole_run_folder(capsys: pytest.CaptureFi
     assert captured.err == ""
     assert captured.out == Path("run/console.log").read_text()
     assert f"test accuracy  {summary['test_accuracy']:.4f}" in captured.out
-    assert "tensorboard --logdir run/tensorboard" in captured.out
+    assert "tensorboard --logdir_spec run:run/tensorboard\n" in captured.out
 
 
 def test_command_without_output_dir_writes_under_runs() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from crossbow_py.search.events import RunningTrial, TrialRecord
 from crossbow_py.search.hyperband import Bracket, TrialStanding, TrialState, best_of, bracket_of, segment_lengths
+from crossbow_py.telemetry.figures import shown_range
 
 _LONGEST_REASON = 160  # characters
 
@@ -55,21 +56,8 @@ def last_epochs(trial: TrialRecord) -> float:
 
 
 def value_range(trials: Iterable[TrialRecord], *, maximize: bool) -> tuple[float, float] | None:
-    """Return the range of values that a picture shows, rising; None without any value.
-
-    The far end of what is worse than the better three quarters is cut off, as one trial that learned nothing would
-    press all others together: at most half as far again from the best as the quartile is.
-    """
-    values = sorted(value for each in trials for value in each.values.values() if math.isfinite(value))
-    if not values:
-        return None
-    best, worst, quartile = values[-1], values[0], values[len(values) // 4]
-    if not maximize:
-        best, worst, quartile = values[0], values[-1], values[-1 - len(values) // 4]
-    bound = best + 1.5 * (quartile - best)
-    low, high = sorted((best, max(worst, bound) if maximize else min(worst, bound)))
-    margin = 0.0 if high > low else abs(high) * 0.01 or 0.01
-    return low - margin, high + margin
+    """Return the range of values that a picture shows, as `shown_range` of all values of the trials."""
+    return shown_range([value for each in trials for value in each.values.values()], maximize=maximize)
 
 
 def num_results(trial: TrialRecord) -> int:

@@ -19,6 +19,12 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+def plain(text: str) -> str:
+    """Return text for matplotlib, which takes dollars for formulas, and leaves out what begins with an underscore."""
+    escaped = text.replace("$", r"\$")
+    return f"\N{ZERO WIDTH SPACE}{escaped}" if escaped.startswith("_") else escaped
+
+
 def save_picture(figure: Figure, path: Path, dpi: int = 120) -> None:
     """Write a PNG, whole or not at all. Raises OSError."""
     with replacing(path) as partial:

@@ -24,8 +24,11 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
     has_spread = info.shares_samples and info.several and info.replicas_differ
     sections: dict[str, _Charts] = {
         "How well it learns": {
-            "accuracy (share of samples)": (info.has_accuracy, rf"accuracy/(train|{measured}(_z)?)"),
-            "loss": (True, f"loss/(train|{measured})"),
+            # Apart from training's: TensorBoard has a colour for a run, not for a curve of it.
+            f"{measured} accuracy (share of samples)": (info.has_accuracy, rf"accuracy/{measured}(_z)?"),
+            "training accuracy (share of samples)": (info.has_accuracy, "accuracy/train"),
+            f"{measured} loss": (True, f"loss/{measured}"),
+            "training loss": (True, "loss/train"),
             **{name: (True, rf"metrics/{re.escape(name)}(/.+)?") for name in info.metrics},
             "learning rate": (True, "learning_rate"),
         },
@@ -45,7 +48,8 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
         },
         "The machine": {
             **_of_gpus(info.num_devices, on_cuda),
-            "memory (GiB)": (True, r"system/(process_memory|host_memory_available)_gib"),
+            "memory of this process (GiB)": (True, "system/process_memory_gib"),
+            "memory available on the host (GiB)": (True, "system/host_memory_available_gib"),
             "busy CPU cores": (True, "system/process_cpu_cores"),
         },
         "Waiting for data": {

@@ -177,7 +177,8 @@ class TensorBoardScalars(MachineScalars):
         self._num_devices = info.num_devices
         self._writer.add_custom_scalars(dashboard(info))
         self._add(columns_of_runs())
-        self._add(started(info.hyper_parameters, str(self._folder), time.time()))
+        run = self._folder.parent  # its name first: the table of runs cuts off the end
+        self._add(started(info.hyper_parameters, f"{run.name} in {run.parent}", time.time()))
         if self._config_text is not None:
             indented = "\n".join("    " + line for line in self._config_text.splitlines())
             self._writer.add_text("config", indented, info.samples_seen)

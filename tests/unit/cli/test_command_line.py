@@ -68,10 +68,19 @@ def test_sweep_has_a_line_for_each_run_that_ended_and_says_how_to_compare_them(t
     ]
 
 
+def test_seeds_of_a_sweep_have_a_line_with_their_mean(tmp_path: Path) -> None:
+    names = {"seed=1,averaging=sma": 0.5, "seed=2,averaging=sma": 0.7, "0 (seed=1,averaging=papa)": 0.9}
+    lines = sweep_lines({ended(tmp_path / name, test_accuracy=value): name for name, value in names.items()})
+    assert lines[5].split() == ["mean", "of", "averaging=sma", *["0.6000", "±", "1.2706", "1.5", "s", "±", "0.0", "s"]]
+    assert lines[6].startswith("  mean of averaging=papa") and "0.9000 " in lines[6]
+    unclear = [ended(tmp_path / f"seed={seed},widths=[{seed},2]", test_accuracy=0.5) for seed in (1, 2)]
+    assert not any("mean" in line for line in sweep_lines({folder: folder.name for folder in unclear}))
+
+
 def test_sweep_of_more_runs_than_a_report_compares_says_how_to_choose(tmp_path: Path) -> None:
     folders = [ended(tmp_path / f"seed={seed}", test_accuracy=0.5) for seed in range(13)]
     lines = sweep_lines({folder: folder.name for folder in folders})
-    assert len(lines) == 1 + 1 + 13 + 1 + 1
+    assert len(lines) == 1 + 1 + 13 + 1 + 1 + 1
     assert lines[-1] == f"compare up to 12 of them: python -m crossbow_py.report {folders[0]} {folders[1]}"
 
 

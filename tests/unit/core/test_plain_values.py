@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossbow_py.core.plain_values import differing
+from crossbow_py.core.plain_values import differing, told_apart
 
 
 def test_keys_that_are_alike_or_of_the_folder_are_left_out() -> None:
@@ -16,3 +16,10 @@ def test_keys_that_are_alike_or_of_the_folder_are_left_out() -> None:
 
 def test_one_run_differs_from_nobody() -> None:
     assert differing([{"seed": 1}]) == {}
+
+
+def test_configurations_are_told_apart_without_what_follows_from_a_choice() -> None:
+    sma = {"averaging": "sma", "averaging.rate": 1.0, "output_dir": "a"}
+    assert told_apart([sma, {"averaging": "papa", "output_dir": "b"}]) == ["averaging=sma", "averaging=papa"]
+    others = [{**sma, "averaging.rate": 2.0}, {"averaging": "papa"}]
+    assert told_apart([sma, *others])[:2] == ["averaging=sma, averaging.rate=1.0", "averaging=sma, averaging.rate=2.0"]

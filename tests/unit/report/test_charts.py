@@ -65,6 +65,35 @@ def test_a_run_has_one_colour_in_every_chart_and_a_name_where_there_are_several(
         assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
 
 
+def test_training_has_a_colour_of_its_own_in_one_run_and_a_panel_of_its_own_in_several() -> None:
+    epochs = [{**line, "train_accuracy": 0.1} for line in EPOCHS]
+    runs = [RunRecord(name=name, folder=Path(name), status="finished", epochs=epochs) for name in "ab"]
+    (test, training) = next(iter(all_charts(runs[:1]))).figure.axes[0].get_lines()
+    assert (test.get_color(), training.get_color()) == (colour(0), colour(1))
+    assert (test.get_linestyle(), training.get_linestyle()) == ("-", "--")
+    panels = next(iter(all_charts(runs))).figure.axes
+    assert [axes.get_ylabel() for axes in panels] == ["test accuracy", "training accuracy"]
+    assert [len(axes.get_lines()) for axes in panels] == [2, 2]
+
+
+def test_accuracy_axis_begins_where_runs_differ() -> None:
+    epochs = [{"samples_seen": n, "elapsed_s": n, "test_accuracy": value}
+              for n, value in enumerate((0.1, 0.97, 0.98, 0.98, 0.985, 0.99))]  # fmt: skip
+    runs = [RunRecord(name=name, folder=Path(name), status="finished", epochs=epochs) for name in "ab"]
+    axes = next(iter(all_charts(runs))).figure.axes[0]
+    low, high = axes.get_ylim()
+    assert 0.95 < low < 0.97 < 0.99 < high < 1.0
+    assert "lower values cut off" in axes.get_ylabel()
+
+
+def test_seeds_of_a_setting_are_a_mean_with_a_band() -> None:
+    runs = [RunRecord(name=str(seed), folder=Path(str(seed)), status="finished", config={"seed": seed},
+                      epochs=[{**line, "test_accuracy": seed / 10} for line in EPOCHS]) for seed in (1, 3)]  # fmt: skip
+    (curve,) = charts(*runs)["accuracy_of_seeds"]
+    assert [y for _, y in curve] == pytest.approx([0.2] * 3)
+    assert "accuracy_of_seeds" not in charts(runs[0])
+
+
 def test_timeline_shows_three_usual_rounds_with_a_row_a_stream(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", epochs=1)
     write_trace(folder)

@@ -10,7 +10,14 @@ import pytest
 
 from crossbow_py import SMA, Independent
 from crossbow_py.averaging import LocalSGD
-from crossbow_py.telemetry.console import ConsoleListener, epoch_line, final_lines, header_lines, progress_line
+from crossbow_py.telemetry.console import (
+    ConsoleListener,
+    epoch_line,
+    final_lines,
+    folder_lines,
+    header_lines,
+    progress_line,
+)
 from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.telemetry.rank_pace import RankPace, spread_of
 from crossbow_py.train.run_folder.reporter import averaging_settings
@@ -71,7 +78,18 @@ def test_final_block_says_accuracy_time_throughput_and_where_the_files_are(tmp_p
     for fact in ("0.7500 (best 0.8000)", "16.0 s training, 17.5 s in all", "250 images/s", "12.0 s of training"):
         assert fact in said
     assert "runs/x/model.safetensors" in said
-    assert f"tensorboard --logdir '{folder}/tensorboard'\n" in said  # for a shell
+    assert f"tensorboard --logdir_spec 'my runs:{folder}/tensorboard'\n" in said  # for a shell
+
+
+@pytest.mark.parametrize(("name", "served"), [("my run", "--logdir_spec 'my run:{}'"), ("seed=1,k=2", "--logdir {}")])
+def test_curves_are_served_under_the_name_of_the_run_where_it_can_be_written(
+    tmp_path: Path, name: str, served: str
+) -> None:
+    folder = tmp_path / name / "tensorboard"
+    folder.mkdir(parents=True)
+    assert folder_lines("run folder", str(tmp_path / name), is_run=True)[1].endswith(
+        f"tensorboard {served.format(folder)}"
+    )
 
 
 @pytest.mark.parametrize("written", [True, False])

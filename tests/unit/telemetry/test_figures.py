@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.telemetry.figures import RecordedRun, figures, same_settings
+from crossbow_py.telemetry.figures import RecordedRun, by_setting, figures, same_settings, seed_means
 
 SUMMARY = {"test_accuracy": 0.98765, "time_to_accuracy_s": 12.34, "train_time_s": 725.0, "images_per_s": 12345.6,
            "model": "mlp", "num_learners": 4}  # fmt: skip
@@ -67,3 +67,20 @@ def test_settings_that_are_alike_stand_apart_from_the_table() -> None:
 def test_figures_of_a_damaged_summary_are_left_out() -> None:
     run = recorded("finished", summary={"test_accuracy": "high", "train_time_s": None})
     assert dict(figures([run])) == {"status": ["finished"]}
+
+
+def of_seed(seed: int, accuracy: float, status: str = "finished", **config: Any) -> RecordedRun:
+    return recorded(status, config={"seed": seed, "averaging": "sma", **config}, summary={"test_accuracy": accuracy})
+
+
+def test_seeds_of_one_setting_are_a_mean_with_its_interval() -> None:
+    runs = [of_seed(1, 0.90), of_seed(1, 0.80, averaging="papa", **{"averaging.rate": 3}), of_seed(2, 0.92)]
+    groups = by_setting([*runs, of_seed(3, 0.1, "interrupted")])
+    assert groups == {"averaging=sma": [runs[0], runs[2]], "averaging=papa": [runs[1]]}
+    # 12.706, the quantile of Student's t for one degree of freedom, times 0.0141421 / √2.
+    assert seed_means(groups) == [("seeds", ["2", "1"]), ("test accuracy", ["0.9100 ± 0.1271", "0.8000"])]
+
+
+def test_runs_without_configuration_or_of_the_same_seed_are_no_seeds_of_a_setting() -> None:
+    assert by_setting([recorded("finished", summary=SUMMARY)] * 2) == {}
+    assert by_setting([of_seed(1, 0.9), of_seed(1, 0.9)]) == {}
