@@ -14,6 +14,7 @@ from crossbow_py.core.errors import (
     NonFiniteError,
     RankError,
     RankLostError,
+    SearchError,
     UnknownIdError,
     UserError,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "NonFiniteError",
     "RankError",
     "RankLostError",
+    "SearchError",
     "UnknownIdError",
     "UserError",
 ]

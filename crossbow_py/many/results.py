@@ -75,6 +75,11 @@ class MemberResult:
             raise UserError(f"member {self.name} has no model, as it {self.status}: {self.reason or 'it was stopped'}.")
         return self._module()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was trained to its end, by itself or by its patience."""
+        return self.status in ("finished", "stopped early")
+
     def figures(self) -> dict[str, float]:
         """Return what was measured, by name, such as `test_loss`, without what is not there."""
         found = {}
@@ -124,7 +129,8 @@ class Results(Sequence[MemberResult]):
     def summary(self) -> dict[str, Estimate]:
         """Return the mean of what was measured over the members, with its 95 % confidence interval by Student's t.
 
-        Members of one fold or data set are not independent: their interval says how far seeds go, no more.
+        Only members that have ended count, here and in groups, `ensemble` and `out_of_fold`. Members of one fold or
+        data set are not independent: their interval says how far seeds go, no more.
         """
         return _means(self)
 
@@ -136,12 +142,21 @@ class Results(Sequence[MemberResult]):
     def rows(self) -> list[dict[str, Any]]:
         """Return a flat dict for each member, as `pandas.DataFrame` takes a list of them."""
         return [
-            {"name": each.name, "seed": each.seed, "status": each.status, "epochs": each.epochs, **each.figures()}
+            {
+                "name": each.name,
+                "group": each.group,
+                "seed": each.seed,
+                "status": each.status,
+                "epochs": each.epochs,
+                "best_epoch": each.best_epoch,
+                "reason": each.reason,
+                **each.figures(),
+            }
             for each in self
         ]
 
     def best_first(self) -> list[MemberResult]:
-        """Return the members that have a model, the best first: by accuracy, then by loss.
+        """Return the members that have ended, the best first: by accuracy, then by loss.
 
         Both are those of the validation data where there is some, else of the test data.
         """
@@ -151,7 +166,7 @@ class Results(Sequence[MemberResult]):
             own = each.figures()
             return -own.get(f"{what}_accuracy", 0.0), own.get(f"{what}_loss", math.inf)
 
-        return sorted((each for each in self if each.state), key=key)
+        return sorted((each for each in self if each.has_ended), key=key)
 
     def table(self, most: int = 40) -> str:
         """Return a table: a line for each member, for each group, and for the mean of all.
@@ -159,13 +174,13 @@ class Results(Sequence[MemberResult]):
         Of more than `most` members it shows the best, the worst, and how many ended how; groups likewise.
         """
         means = self.summary()
-        names, ranked = list(means), self.best_first()
+        names, ranked = list(dict.fromkeys(name for each in self for name in each.figures())), self.best_first()
         head = ["member", "epochs", *(name.replace("_", " ") for name in names)]
 
         def line(each: MemberResult) -> list[str]:
             own = each.figures()
             shown = [f"{own[name]:.4g}" if name in own else "–" for name in names]
-            return [f"{each.name}{'' if each.state else f' ({each.status})'}", f"{each.epochs:.3g}", *shown]
+            return [f"{each.name}{'' if each.has_ended else f' ({each.status})'}", f"{each.epochs:.3g}", *shown]
 
         groups = self.groups() if len(self) > 1 else {}
         if len(groups) > most:  # by their best members
@@ -175,7 +190,8 @@ class Results(Sequence[MemberResult]):
             [f"mean of {group}", "", *(str(its.get(name, "–")) for name in names)] for group, its in groups.items()
         ]
         lines += _ends(means_of, most, "groups")
-        lines.append([f"mean of {len(ranked)}", "", *(str(means[name]) for name in names)])
+        if means:
+            lines.append([f"mean of {len(ranked)}", "", *(str(means.get(name, "–")) for name in names)])
         text = columns(head, lines)
         if len(self) > most:
             how = ", ".join(f"{count} {status}" for status, count in Counter(each.status for each in self).items())
@@ -185,7 +201,7 @@ class Results(Sequence[MemberResult]):
     __str__ = table
 
     def __repr__(self) -> str:
-        ended = sum(each.status in ("finished", "stopped early") for each in self)
+        ended = sum(each.has_ended for each in self)
         means = ", ".join(f"{name} {own}" for name, own in self.summary().items())
         return f"<Results of {len(self)} members, {ended} finished: {means or 'nothing was measured'}>"
 
@@ -228,7 +244,7 @@ def _ends(lines: list[list[str]], most: int, what: str) -> list[list[str]]:
 
 
 def _means(members: Sequence[MemberResult]) -> dict[str, Estimate]:
-    every = [each.figures() for each in members if each.state]
+    every = [each.figures() for each in members if each.has_ended]
     names = dict.fromkeys(name for own in every for name in own)
     found = {name: estimate([own[name] for own in every if name in own]) for name in names}
     return {name: own for name, own in found.items() if own is not None}

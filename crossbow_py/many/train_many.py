@@ -37,6 +37,7 @@ from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
 from crossbow_py.train.arguments import check_keywords, default_optimizer, rule_of
 from crossbow_py.train.build import count_classes, new_feed, settled_loss_of
+from crossbow_py.train.checks.losses import remarks_on_targets
 from crossbow_py.train.checks.seeded_model import MakeModel, remarks_on_starts, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
@@ -98,14 +99,16 @@ def _taking(
     arguments: Callable[P, ManyArguments],
 ) -> Callable[[Callable[[ManyArguments], Results]], Callable[P, Results]]:
     """Give a function of one object of a dataclass the dataclass's arguments."""
+    signature = inspect.signature(arguments)
 
     def decorate(function: Callable[[ManyArguments], Results]) -> Callable[P, Results]:
         @functools.wraps(function)
         def taking(*given: P.args, **named: P.kwargs) -> Results:
             check_keywords(named, (), [each.name for each in fields(ManyArguments)], in_fit=False)
+            signature.bind(*given, **named)  # its errors name no class of ours
             return function(arguments(*given, **named))
 
-        taking.__signature__ = inspect.signature(arguments)  # type: ignore[attr-defined]  # editors read it
+        taking.__signature__ = signature  # type: ignore[attr-defined]  # editors read it
         return taking
 
     return decorate
@@ -237,6 +240,8 @@ class ManyRun:
         template = seeded_model(first.settings.make_model, first.settings.seed, None)
         self._note_equal_starts(template)
         loss, self.data = settled_loss_of(self.arguments.loss, template, data, settings, self.choices.device)
+        for note in remarks_on_targets(self.data.train, loss):
+            self._note(note)
         smoothed = next((each.name for each in self.members if each.settings.label_smoothing), None)
         if smoothed is not None and plain_loss(loss) is not nn.functional.cross_entropy:
             raise UserError(f"member {smoothed}: label_smoothing is for cross-entropy, got another loss; leave it out.")
@@ -272,8 +277,12 @@ class ManyRun:
         )
         most = min(self.arguments.max_pack_size, len(self.members))
         total = sum(round(each.max_epochs * each.num_samples(train.num_samples)) for each in self.members)
+
+        def announce(sentence: str) -> None:
+            self._note(sentence.replace("Trials of", "Members of").replace("many trials of", "many members of"))
+
         self.registry = TrialRegistry(
-            self._trial, feeds, settings, self.choices, most, self._note, total, metrics=self.metrics, pads=True
+            self._trial, feeds, settings, self.choices, most, announce, total, metrics=self.metrics, pads=True
         )
 
     def _note_equal_starts(self, template: nn.Module) -> None:
@@ -323,7 +332,9 @@ class ManyRun:
             loop.run(lambda: signals.status is not None)
             self.status = signals.status
         if self.status is not None:
-            self._note(f"{self.status.capitalize()}: {len(loop.results)} of {len(self.members)} members have results.")
+            ended = sum(each.has_ended for each in loop.results.values())
+            on = "; the same call goes on" if self.folder is not None else ""
+            self._note(f"{self.status.capitalize()}: {ended} of {len(self.members)} members have ended{on}.")
         found = [self._with_module(*each) for each in zip(self.members, self._of(loop), strict=True)]
         return Results(
             found, self.train_feed.num_samples, loop.samples / loop.train_s if loop.train_s else 0.0,
@@ -363,7 +374,7 @@ class ManyRun:
 
     def _together(self, results: Sequence[MemberResult]) -> dict[str, float] | None:
         """Return loss and accuracy of the mean prediction on the test data."""
-        found = [pair for pair in zip(self.members, results, strict=True) if pair[1].state]
+        found = [pair for pair in zip(self.members, results, strict=True) if pair[1].has_ended]
         if self.test is None or len(found) < 2:
             return None
         predictions = (self._evaluator(member).predict(result.state, self.test) for member, result in found)
@@ -385,7 +396,7 @@ class ManyRun:
     def _held_out(self, found: Sequence[MemberResult]) -> Iterator[tuple[int, Ids, Evaluator, Feed]]:
         for member, result in zip(self.members, found, strict=True):
             feed = self.validation_of(member)
-            if member.validation is not None and result.state and feed is not None:
+            if member.validation is not None and result.has_ended and feed is not None:
                 yield member.number, member.validation, self._evaluator(member), feed
 
 

@@ -54,7 +54,7 @@ from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
 from crossbow_py.train.build import count_classes, new_feed
 from crossbow_py.train.checkpoints.weights import MODEL_FILE
-from crossbow_py.train.checks.losses import loss_on
+from crossbow_py.train.checks.losses import loss_on, remarks_on_targets
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics, metrics_of
 from crossbow_py.train.ladder.ladder import check_trusted, try_once
@@ -221,7 +221,7 @@ class SearchRun:
             self._notes = [f"precision is fp32, because {train.rounded.remark(self.choices.precision.compute)}."]
             self.choices = dataclasses.replace(self.choices, precision=FP32)
             train = kept(source.train, self._most_augmentation(), "training")
-        self._notes += train.take_notes()
+        self._notes += [*train.take_notes(), *remarks_on_targets(source.train, self._loss)]
         feed_of: Callable[[int], Feed]
         if isinstance(train, ResidentFeed):
             feed_of = train.without_augmentation().with_batch_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,12 +22,12 @@ from crossbow_py.core.targets import given
 from crossbow_py.data.datasets import Data, check_data, in_tensors
 from crossbow_py.data.sources.custom import Custom
 from crossbow_py.engine.modules.losses import Loss, model_loss, takes_classes
-from crossbow_py.engine.update.optimizers import SGD, Optimizer
+from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.search.events import SearchListener, SearchSummary, TrialRecord
 from crossbow_py.telemetry.records import BEST_FOLDER
-from crossbow_py.train.arguments import rule_of
+from crossbow_py.train.arguments import default_optimizer, rule_of
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, load_weights
 from crossbow_py.train.checks.losses import loss_on
 from crossbow_py.train.evaluation.metrics import Metric
@@ -45,9 +47,9 @@ class SearchResult:
 
     Attributes:
         summary: trials, best and times, as search.json has them.
-        params: the parameters of the best trial, as the space calls them; None if no trial has a value.
+        params: the parameters of the best trial so far, as the space calls them; None if no trial has a value.
         value: its `metric` on the validation data.
-        model: the best trial's model, trained, in evaluation mode; None if there is none.
+        model: the best trial's model, trained, in evaluation mode; None if there is none, or after Ctrl-C.
     """
 
     summary: SearchSummary
@@ -77,7 +79,8 @@ class SearchResult:
         for row in rows[:_SHOWN]:
             value = row["state"] if row["value"] is None else f"{row['value']:.5g}"
             own = ", ".join(f"{key}={written(row[key])}" for key in row if key not in _COLUMNS)
-            lines.append(f"  trial {row['trial']}: {value} after {row['epochs'] or 0:g} epochs, {own}")
+            reason = f" ({row['reason'].rstrip('.')})" if row["reason"] else ""
+            lines.append(f"  trial {row['trial']}: {value}{reason} after {row['epochs'] or 0:g} epochs, {own}")
         return "\n".join([*lines, *([f"  and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else [])])
 
 
@@ -112,7 +115,8 @@ class Search:
         loss: as for `Trainer`; what the model returns itself is not searched.
         metrics: further metrics by name, as for `Trainer`.
         metric: what is compared: accuracy, loss, or one of `metrics`; None is accuracy for cross-entropy, else loss.
-        optimizer, schedule: what all trials have unless the space says otherwise; an object or a name.
+        optimizer, schedule: what all trials have unless the space says otherwise; an object or a name. Without an
+            optimizer it is that of `Trainer`.
         output_dir: the folder, in which the same call goes on; None keeps nothing.
         listeners: receive what happens.
         settings: further keys of `python -m crossbow_py.search`, such as num_trials, max_epochs, method, sampler,
@@ -133,7 +137,7 @@ class Search:
         loss: Loss | None = None,
         metrics: Mapping[str, Metric] | None = None,
         metric: str | None = None,
-        optimizer: Optimizer | str = SGD(),
+        optimizer: Optimizer | str | None = None,
         schedule: Schedule | str = Constant(),
         output_dir: str | Path | None = None,
         listeners: tuple[SearchListener, ...] = (),
@@ -149,6 +153,10 @@ class Search:
             raise UserError("loss=model_loss is not for searches; give a function of outputs and targets.")
         if output_dir is None and settings.get("storage") is not None:
             raise UserError("storage needs an output_dir, in which trials are kept; set one.")
+        _check_space(model, space)
+        if metric is not None and metric not in ("accuracy", "loss", *(metrics or {})):
+            own = f"metrics={{{metric!r}: a function like loss}}"
+            raise UserError(f"metric must be accuracy, loss or one of metrics, got {metric!r}; give {own}.")
         self.loss, self.output_dir, self.listeners = loss or nn.functional.cross_entropy, output_dir, listeners
         every = {"data set": train_data, "test data": test_data, "validation data": validation_data}
         train, test, validation = (None if data is None else in_tensors(data) for data in every.values())
@@ -162,7 +170,7 @@ class Search:
         self.config = SearchConfig(
             model=CustomModel(target=given("model", model, self.loss)),
             data=source,
-            optimizer=rule_of("optimizer", optimizer),
+            optimizer=default_optimizer(loss)[0] if optimizer is None else rule_of("optimizer", optimizer),
             schedule=rule_of("schedule", schedule),
             space=dict(_as_keys(key, entry) for key, entry in space.items()),
             metrics={name: {"target": given(name, own)} for name, own in (metrics or {}).items()},
@@ -207,8 +215,10 @@ class Search:
 
     def _result(self, summary: SearchSummary, weights: Path) -> SearchResult:
         best = summary.best
-        if best is None:
-            return SearchResult(summary, None, None, None)
+        if best is None:  # stopped by a signal
+            first = next(iter(SearchResult(summary, None, None, None).rows()), {})
+            params = {key: value for key, value in first.items() if key not in _COLUMNS}
+            return SearchResult(summary, params if first.get("value") is not None else None, first.get("value"), None)
         if not self._has_test:  # what the best was measured on is what it was trained on
             summary = dataclasses.replace(summary, best=dataclasses.replace(best, test_accuracy=None, test_loss=None))
         params = _as_given(best.params)
@@ -220,8 +230,26 @@ class Search:
         return SearchResult(summary, params, best.value, model)
 
 
+def _check_space(model: Callable[..., nn.Module], space: Mapping[str, Any]) -> None:
+    """Raise UserError for a key of the space that is no argument of the model, where its arguments are known."""
+    try:
+        parameters = inspect.signature(model).parameters.values()
+    except (TypeError, ValueError):
+        return
+    known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    for key in space:
+        if key in known and key not in (each.name for each in dataclasses.fields(SearchConfig)):
+            raise UserError(f"space: {key} is an argument of the model; write it as {_MODEL}{key}.")
+        name = key.removeprefix(_MODEL)
+        if key.startswith(_MODEL) and name not in known and not takes_all:
+            raise UserError(f"space: {key} is no argument of the model{suggestion(name, known)}")
+
+
 def _as_keys(key: str, entry: Any) -> tuple[str, Any]:
     """Return an entry of a space as the command has it, in which a model's arguments are `model.args`."""
+    if isinstance(entry, np.ndarray):
+        entry = entry.tolist()
     if key == "model":
         return key, {"args": entry}
     return (f"{_ARGS}{key.removeprefix(_MODEL)}" if key.startswith(_MODEL) else key), entry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from crossbow_py.data.sampler import epoch_order
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.many.loop import ManyLoop
 from crossbow_py.many.members import Fold, Member, folds
-from crossbow_py.many.results import Results
+from crossbow_py.many.results import MemberResult, Results
 from crossbow_py.many.train_many import train_many
 from crossbow_py.train import run_settings
 from crossbow_py.train.checks.seeded_model import seeded_model
@@ -426,6 +427,14 @@ def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> N
         mean = torch.stack([each.model(TEST[0]).softmax(1) for each in found]).mean(0)
     assert together is not None
     assert together["accuracy"] == pytest.approx(float((mean.argmax(1) == TEST[1]).double().mean()))
+
+
+def test_only_members_that_have_ended_count_in_what_is_summed_up() -> None:
+    """After Ctrl-C those on their way have weights and figures too."""
+    ended = MemberResult("a", 0, "finished", 2.0, test_loss=1.0, state={"w": torch.zeros(1)})
+    found = Results([ended, replace(ended, name="b", status="not finished", test_loss=9.0)], 10, 0.0, 0.0)
+    assert found.summary()["test_loss"].n == 1 and [each.name for each in found.best_first()] == ["a"]
+    assert "b (not finished)" in found.table() and "mean of 1" in found.table()
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,14 @@ def test_any_loss_and_metric_is_searched() -> None:
     ("settings", "error", "message"),
     [
         ({"num_trial": 3}, TypeError, "num_trials"),
-        ({"space": {"model.depth": [1, 2]}}, UserError, "depth"),
-        ({"space": {"hidden": [1, 2]}}, UserError, "space has no key 'hidden'"),
+        (
+            {"space": {"model.hiden": [1, 2]}},
+            UserError,
+            "model.hiden is no argument of the model; did you mean 'hidden'",
+        ),
+        ({"space": {"hidden": [1, 2]}}, UserError, "write it as model.hidden"),
         ({"loss": nn.MSELoss(), "label_smoothing": 0.1}, UserError, "label_smoothing is for cross-entropy"),
-        ({"metric": "f1"}, UserError, "metric must be one of"),
+        ({"metric": "f1"}, UserError, "metric must be accuracy, loss or one of metrics"),
         ({"validation_data": DATA[0]}, UserError, "validation data .* one array"),
     ],
 )
