@@ -36,11 +36,11 @@ RUNS = {
 COMMON = ["+experiment=lenet", "max_epochs=3", "executor=threads", "trace=true"]
 # What of TensorBoard is shown: the part of the address behind #, and the size of the window.
 PAGES = {
-    "tensorboard": ("custom_scalars", (1500, 1330)),
+    "tensorboard": ("custom_scalars", (1500, 1430)),
     "tensorboard_images": ("images", (1500, 700)),
     "tensorboard_hparams": ("hparams", (1500, 560)),
 }
-RANKS, RANKS_PAGE = "tensorboard_ranks", ("custom_scalars", (1500, 2760))
+RANKS, RANKS_PAGE = "tensorboard_ranks", ("custom_scalars", (1500, 3000))
 REPORTS = {"report": 1640, "report_top": 800}  # the page and its beginning, as high as that
 CONFUSION = "confusion_matrix"  # of the first run, a picture of the report
 _FLAGS = (

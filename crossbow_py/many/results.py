@@ -158,12 +158,13 @@ class Results(Sequence[MemberResult]):
     def best_first(self) -> list[MemberResult]:
         """Return the members that have ended, the best first: by accuracy, then by loss.
 
-        Both are those of the validation data where there is some, else of the test data.
+        Both are those of the validation data where there is some, else of the test data, else the training loss.
         """
-        what = "validation" if "validation_loss" in self.summary() else "test"
+        means = self.summary()
+        what = next((each for each in ("validation", "test") if f"{each}_loss" in means), "train")
 
         def key(each: MemberResult) -> tuple[float, float]:
-            own = each.figures()
+            own = {**(each.history[-1] if each.history else {}), **each.figures()}
             return -own.get(f"{what}_accuracy", 0.0), own.get(f"{what}_loss", math.inf)
 
         return sorted((each for each in self if each.has_ended), key=key)
@@ -237,7 +238,7 @@ class Results(Sequence[MemberResult]):
 
 def _ends(lines: list[list[str]], most: int, what: str) -> list[list[str]]:
     """Return the lines of a table; of more than `most` the first and the last."""
-    if len(lines) <= most:
+    if len(lines) <= max(most, _BEST + _WORST):
         return lines
     between = [f"... {len(lines) - _BEST - _WORST} {what} between", *[""] * (len(lines[0]) - 1)]
     return [*lines[:_BEST], between, *lines[-_WORST:]]

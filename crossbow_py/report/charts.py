@@ -156,13 +156,14 @@ def _learned(what: str, training: Callable[[RunRecord], list[Point]]) -> Callabl
 
 
 def _show_differences(axes: Axes, curves: Sequence[Sequence[Point]], *, maximize: bool) -> str:
-    """Cut off how runs began, where that would press their ends together; returns what to add to the axis's label."""
+    """Cut off how runs began, where that takes most of the axis; returns what to add to the axis's label."""
     values = [value for points in curves for _, value in points]
-    low, high = shown_range(values, maximize=maximize) or (0.0, 1.0)
+    low, high = shown_range(values, maximize=maximize) or (0.0, 0.0)
+    if not values or max(values) - min(values) < 2 * (high - low):
+        return ""
     margin = 0.05 * (high - low)
     axes.set_ylim(low - margin, high + margin)
-    is_cut = bool(values) and (min(values) < low if maximize else max(values) > high)
-    return f"\n({'lower' if maximize else 'higher'} values cut off)" if is_cut else ""
+    return f"\n({'lower' if maximize else 'higher'} values cut off)"
 
 
 def _seeds(runs: Sequence[RunRecord]) -> Figure | None:

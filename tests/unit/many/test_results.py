@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,19 @@ def test_table_of_many_members_has_the_best_the_worst_and_how_many_ended_how() -
     assert [line[0] for line in lines[2:]] == [*(f"m{n}" for n in range(99, 89, -1)), "...", "m2", "m1", "m0", "mean"]
     assert lines[12] == ["...", "87", "members", "between"]
     assert len(many_results(40).table().splitlines()) == 42
+
+
+def test_best_is_by_validation_then_test_then_training_and_never_one_that_failed() -> None:
+    by: list[dict[str, Any]] = [{"validation_loss": 1.0, "test_loss": 2.0}, {"validation_loss": 2.0, "test_loss": 1.0}]
+    for names, best in ((("validation_loss", "test_loss"), "0"), (("test_loss",), "1"), ((), "1")):
+        members = [
+            MemberResult(
+                str(n), n, "finished", state={"w": torch.ones(1)}, history=[{"epoch": 1, "train_loss": -n}],
+                **{name: own[name] for name in names},
+            ) for n, own in enumerate(by)
+        ]  # fmt: skip
+        found = Results([MemberResult("bad", 9, "failed"), *members], 60, 1.0, 1.0).best_first()
+        assert [len(found), found[0].name] == [2, best]
 
 
 def test_curve_is_by_evaluation_where_epochs_of_folds_end_a_batch_apart() -> None:
