@@ -8,21 +8,24 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from crossbow_py.core.digest import digest_of
 from crossbow_py.core.errors import UserError, one_line
 
-_GIVEN: dict[str, Any] = {}
 
+class Given:
+    """A function from Python that has no dotted path; this process finds it by `path` as long as this object lives.
 
-def given(what: str, function: Any, *holds: object) -> str:
-    """Return a path by which this process finds a function from Python that has none.
-
-    It ends with the digest of the function and of what it `holds`.
+    The path ends with the digest of the function and of what it `holds`.
     """
-    path = f"python.{what}_{digest_of(function, *holds)}"
-    _GIVEN[path] = function
-    return path
+
+    def __init__(self, what: str, function: Any, *holds: object) -> None:
+        self.path, self.function = f"python.{what}_{digest_of(function, *holds)}", function
+        _GIVEN[self.path] = self
+
+
+_GIVEN: WeakValueDictionary[str, Given] = WeakValueDictionary()
 
 
 def shown_target(path: str) -> str:
@@ -35,8 +38,8 @@ def import_target(key: str, path: str) -> Callable[..., Any]:
 
     Raises UserError with the configuration key if it cannot be imported or is not callable.
     """
-    if path in _GIVEN:
-        return _GIVEN[path]  # type: ignore[no-any-return]
+    if (given := _GIVEN.get(path)) is not None:
+        return given.function  # type: ignore[no-any-return]
     module_name, _, name = path.rpartition(".")
     if not module_name or not name:
         raise UserError(f"{key} must be a dotted path such as package.module.function, got {path!r}.")

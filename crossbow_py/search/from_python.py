@@ -18,7 +18,7 @@ from torch import nn
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import suggestion, written
 from crossbow_py.core.signals import StopSignal
-from crossbow_py.core.targets import given
+from crossbow_py.core.targets import Given
 from crossbow_py.data.datasets import Data, check_data, in_tensors
 from crossbow_py.data.sources.custom import Custom
 from crossbow_py.engine.modules.losses import Loss, model_loss, takes_classes
@@ -163,17 +163,18 @@ class Search:
         for data, what in zip((train, test, validation), every, strict=True):
             if data is not None or what == "data set":
                 check_data(data, f"the {what}")
+        self._kept: list[Given] = []
         self._make, self._has_test = model, test is not None or validation is not None
         parts = [train, test or validation or train, *([] if validation is None else [validation])]
         fraction = 0.1 if validation is None else 0.0
-        source = Custom(target=given("data", lambda: parts, parts), validation_fraction=fraction)
+        source = Custom(target=self._given("data", lambda: parts, parts), validation_fraction=fraction)
         self.config = SearchConfig(
-            model=CustomModel(target=given("model", model, self.loss)),
+            model=CustomModel(target=self._given("model", model, self.loss)),
             data=source,
             optimizer=default_optimizer(loss)[0] if optimizer is None else rule_of("optimizer", optimizer),
             schedule=rule_of("schedule", schedule),
             space=dict(_as_keys(key, entry) for key, entry in space.items()),
-            metrics={name: {"target": given(name, own)} for name, own in (metrics or {}).items()},
+            metrics={name: {"target": self._given(name, own)} for name, own in (metrics or {}).items()},
             metric=metric or ("accuracy" if takes_classes(self.loss) else "loss"),
             output_dir=None if output_dir is None else str(output_dir),
             resume=None if output_dir is None else "auto",
@@ -182,6 +183,10 @@ class Search:
         smooths = self.config.label_smoothing or "label_smoothing" in self.config.space
         if smooths and loss_on(torch.device("cpu"), self.loss) is not nn.functional.cross_entropy:
             raise UserError("label_smoothing is for cross-entropy, got another loss; leave it out.")
+
+    def _given(self, what: str, function: Any, *holds: object) -> str:
+        self._kept.append(Given(what, function, *holds))
+        return self._kept[-1].path
 
     def run(self) -> SearchResult:
         """Search until nothing is left, a stop is met, or Ctrl-C; then the best trial so far is returned.

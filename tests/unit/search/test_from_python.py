@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, Search, Trainer, UserError
+from crossbow_py.core.targets import import_target
 from tests.trainers import blobs
 
 SPACE = {"model.hidden": [4, 6], "optimizer.learning_rate": {"low": 0.01, "high": 0.3, "log": True}}
@@ -96,3 +99,14 @@ def test_any_loss_and_metric_is_searched() -> None:
 def test_mistakes_get_one_line(settings: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         search(**settings).run()
+
+
+def test_data_are_held_no_longer_than_the_search() -> None:
+    kept = weakref.ref(first := search())
+    path = first.config.data.target
+    assert callable(import_target("data.target", path))
+    del first
+    gc.collect()
+    assert kept() is None
+    with pytest.raises(UserError, match="cannot be imported"):
+        import_target("data.target", path)
