@@ -11,6 +11,7 @@ A program that waits for everything it depends on gets the same numbers by every
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import sys
@@ -180,7 +181,8 @@ class Scheduler:
         self.captures = []
         self.around_work = None  # a context for work, set by the operators
         self.num_running = 0
-        self.shared, self._helper = [], None  # collectives that are not over, in the order of launch, and their thread
+        self.shared = []  # collectives that are not over, in the order of launch
+        self._helpers, self._is_helped = [], False  # threads that go on with them, one at a time
 
     def stream(self, device, number):
         key = device, number
@@ -235,10 +237,23 @@ class Scheduler:
             self.shared.append(collective)
             self._append(stream, collective)
             self.record(collective.event, stream)
-            if self._helper is None and self.shared:
-                self._helper = threading.Thread(target=self._help, name="simulated device", daemon=True)
-                self._helper.start()
+            if not self._is_helped and self.shared:
+                self._begin_to_help()
             return collective.event
+
+    def _begin_to_help(self):
+        atexit.unregister(self._leave)
+        atexit.register(self._leave)
+        helper = threading.Thread(target=self._help, name="simulated device", daemon=True)
+        self._helpers, self._is_helped = [each for each in self._helpers if each.is_alive()] + [helper], True
+        helper.start()
+
+    def _leave(self):
+        """End the threads that go on with collectives: one that drops a group when the interpreter is gone aborts."""
+        with self.lock:
+            self.shared.clear()
+        for each in self._helpers:
+            each.join()
 
     def abandon(self, group):
         """Forget a group's collectives that are not over."""
@@ -252,7 +267,7 @@ class Scheduler:
             time.sleep(_PATIENCE_S)
             with self.lock:
                 if not self.shared:
-                    self._helper = None
+                    self._is_helped = False
                     return
                 first = self.shared[0]
                 if time.monotonic() > first.limit:

@@ -38,6 +38,9 @@ distributed.init_process_group("gloo")
 group = distributed.new_group([0, 1], backend="nccl", timeout=timedelta(seconds=float(os.environ.get("LIMIT_S", 60))))
 values = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
 """
+END = """
+distributed.destroy_process_group()  # else gloo's threads may need the interpreter when it is gone
+"""
 
 
 def torchrun(logs, words, **settings):
@@ -57,11 +60,11 @@ def torchrun(logs, words, **settings):
 
 @pytest.fixture
 def ranks(tmp_path):
-    """Runs a program on two ranks, which have `BEGIN` behind them."""
+    """Runs a program on two ranks, between `BEGIN` and `END`."""
 
     def run(program, **settings):
         script = tmp_path / "program.py"
-        script.write_text(BEGIN + program)
+        script.write_text(BEGIN + program + END)
         return torchrun(tmp_path / "logs", [str(script)], **settings)
 
     return run
@@ -81,7 +84,6 @@ copied = values.cuda()
 distributed.broadcast(copied, 1, group=group)
 assert torch.equal(copied.cpu(), torch.randn(1000, generator=torch.Generator().manual_seed(1)))
 distributed.barrier(group)
-distributed.destroy_process_group()
 """
     code, said = ranks(program, SIMULATED_CUDA_ORDER=order)
     assert code == 0, said
