@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, Literal, ParamSpec
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.modules.losses import IGNORED, Loss, compared, is_classification, plain_loss, takes_classes
 from crossbow_py.engine.modules.precision import FP32, ordinary_modes
+from crossbow_py.engine.modules.standardized import StandardizedLoss, is_standardized, standardizing
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.many.loop import Hooks, ManyLoop, Plan
 from crossbow_py.many.members import Ids, Member, Settled, Study, settled
@@ -37,7 +38,7 @@ from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
 from crossbow_py.train.arguments import check_keywords, default_optimizer, rule_of
 from crossbow_py.train.build import count_classes, new_feed, settled_loss_of
-from crossbow_py.train.checks.losses import remarks_on_targets
+from crossbow_py.train.checks.losses import remarks_on_targets, standardizes, target_statistics
 from crossbow_py.train.checks.seeded_model import MakeModel, remarks_on_starts, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
@@ -66,6 +67,7 @@ class ManyArguments(JobSettings):
     optimizer: Optimizer | str | None = None
     schedule: Schedule | str = Constant()
     loss: Loss | None = None
+    standardize_targets: bool | Literal["auto"] = "auto"
     metrics: Mapping[str, Metric] | None = None
     augmentation: Augmentation | None = None
     mean: Sequence[float] | None = None
@@ -86,6 +88,9 @@ class ManyArguments(JobSettings):
             max_epochs=self.max_epochs, max_rounds=self.max_rounds, patience=self.patience,
             restore_best=self.restore_best,
         )  # fmt: skip
+        given: Any = self.members
+        if isinstance(given, Iterable) and not isinstance(given, str):
+            object.__setattr__(self, "members", list(given))  # it may be a generator
         for group in ("optimizer", "schedule"):
             if getattr(self, group) is not None:
                 object.__setattr__(self, group, rule_of(group, getattr(self, group)))
@@ -139,6 +144,7 @@ def train_many(arguments: ManyArguments) -> Results:
             else. An epoch is a pass over the member's own samples.
         max_rounds: most rounds of a member, of one batch each; None for no such end.
         loss, metrics, mean, std, num_classes, sampling: as for `Trainer`.
+        standardize_targets: as for `Trainer`, by the targets of each member's own samples.
         patience: a member stops after this many evaluations in a row that were not its best, and returns the weights
             of the best one. The best has the highest accuracy, or the lowest loss where there is none.
         restore_best: members return the weights of their best evaluation, not the last.
@@ -187,6 +193,10 @@ class ManyRun:
             train, test, validation, arguments.num_classes, arguments.augmentation, arguments.mean, arguments.std
         )
         self.metrics = checked_metrics(arguments.metrics, num_ranks=1)
+        members = arguments.members if isinstance(arguments.members, list) else []
+        own = any(each.optimizer is not None for each in (arguments, *members) if hasattr(each, "optimizer"))
+        asked = False if own and arguments.standardize_targets == "auto" else arguments.standardize_targets
+        self._standardizes = standardizes(asked, train, arguments.loss)
         self.members = self._settled()
         self._evaluators: dict[str, Evaluator] = {}
         folder = arguments.output_dir
@@ -217,6 +227,8 @@ class ManyRun:
                 self._note(note)
         study = Study(Member(**common), self.data.train, self.settings.sample_order_seed, self.settings.sampling)
         found = settled(given.members, study)
+        if self._standardizes:
+            found = [dataclasses.replace(each, settings=self._standardized(each.settings)) for each in found]
         if given.output_dir is None:
             return found
         shared = digest_of(
@@ -225,6 +237,12 @@ class ManyRun:
             given.max_rounds, study.order_seed, given.sampling, self.choices.precision.name,
         )  # fmt: skip
         return [dataclasses.replace(each, digest=self._digest(shared, each)) for each in found]
+
+    def _standardized(self, settings: TrialSettings) -> TrialSettings:
+        """Have a member's model compute in standard deviations of the targets of its own samples."""
+        places = None if settings.order is None else settings.order.subset
+        statistics = target_statistics(self.data.train, self.arguments.loss, places)
+        return dataclasses.replace(settings, make_model=standardizing(settings.make_model, *statistics))
 
     def _digest(self, shared: str, member: Settled) -> str:
         own = {key: value for key, value in vars(member.settings).items() if key not in ("make_model", "model_key")}
@@ -240,7 +258,7 @@ class ManyRun:
         template = seeded_model(first.settings.make_model, first.settings.seed, None)
         self._note_equal_starts(template)
         loss, self.data = settled_loss_of(self.arguments.loss, template, data, settings, self.choices.device)
-        for note in remarks_on_targets(self.data.train, loss):
+        for note in remarks_on_targets(self.data.train, loss, self._standardizes):
             self._note(note)
         smoothed = next((each.name for each in self.members if each.settings.label_smoothing), None)
         if smoothed is not None and plain_loss(loss) is not nn.functional.cross_entropy:
@@ -273,7 +291,7 @@ class ManyRun:
             validation=self.validation or self.test or train.only(_first(train)),
             test=self.test,
             num_classes=count_classes(self.data, loss),
-            loss=loss,
+            loss=StandardizedLoss(loss) if is_standardized(template) else loss,
         )
         most = min(self.arguments.max_pack_size, len(self.members))
         total = sum(round(each.max_epochs * each.num_samples(train.num_samples)) for each in self.members)

@@ -28,6 +28,7 @@ from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.modules.dropout import counter_seed
 from crossbow_py.engine.modules.losses import IGNORED, Loss
 from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.engine.modules.standardized import StandardizedLoss, standardizing
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
@@ -54,7 +55,7 @@ from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
 from crossbow_py.train.build import count_classes, new_feed
 from crossbow_py.train.checkpoints.weights import MODEL_FILE
-from crossbow_py.train.checks.losses import loss_on, remarks_on_targets
+from crossbow_py.train.checks.losses import loss_on, remarks_on_targets, target_statistics
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics, metrics_of
 from crossbow_py.train.ladder.ladder import check_trusted, try_once
@@ -77,7 +78,7 @@ class SearchRun:
 
     def __init__(
         self, config: SearchConfig, folder: SearchFolder, listeners: Sequence[SearchListener] = (),
-        loss: Loss = nn.functional.cross_entropy,
+        loss: Loss = nn.functional.cross_entropy, standardize_targets: bool = False,
     ) -> None:  # fmt: skip
         self._begun = time.perf_counter()
         self._closing = ExitStack()
@@ -85,6 +86,7 @@ class SearchRun:
         self._is_news = False
         self._notes: list[str] = []
         self.config, self.folder, self.listeners, self._loss = config, folder, listeners, loss
+        self._standardizes = standardize_targets
         with ExitStack() as stack:
             stack.callback(self.close)
             self._build()
@@ -165,7 +167,7 @@ class SearchRun:
 
         return TrialSettings(
             seed=own.seed,
-            make_model=make_model,
+            make_model=make_model if self._targets is None else standardizing(make_model, *self._targets),
             model_key=json.dumps([own.model.NAME, model], sort_keys=True, default=str),
             batch_size=own.batch_size,
             optimizer=own.optimizer,
@@ -221,7 +223,9 @@ class SearchRun:
             self._notes = [f"precision is fp32, because {train.rounded.remark(self.choices.precision.compute)}."]
             self.choices = dataclasses.replace(self.choices, precision=FP32)
             train = kept(source.train, self._most_augmentation(), "training")
-        self._notes += [*train.take_notes(), *remarks_on_targets(source.train, self._loss)]
+        self._notes += [*train.take_notes(), *remarks_on_targets(source.train, self._loss, self._standardizes)]
+        self._targets = target_statistics(source.train, self._loss) if self._standardizes else None
+        loss = loss_on(self.choices.device, self._loss)
         feed_of: Callable[[int], Feed]
         if isinstance(train, ResidentFeed):
             feed_of = train.without_augmentation().with_batch_size
@@ -239,7 +243,7 @@ class SearchRun:
             test=None if source.test is None else kept(source.test, None, "test"),
             num_classes=count_classes(data, self._loss),
             streams=train.STREAMS,
-            loss=loss_on(self.choices.device, self._loss),
+            loss=StandardizedLoss(loss) if self._standardizes else loss,
         )
 
     def _most_augmentation(self) -> Augmentation:

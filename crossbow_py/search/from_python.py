@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from crossbow_py.search.events import SearchListener, SearchSummary, TrialRecord
 from crossbow_py.telemetry.records import BEST_FOLDER
 from crossbow_py.train.arguments import default_optimizer, rule_of
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, load_weights
-from crossbow_py.train.checks.losses import loss_on
+from crossbow_py.train.checks.losses import loss_on, standardizes
 from crossbow_py.train.evaluation.metrics import Metric
 from crossbow_py.train.schedules import Constant, Schedule
 
@@ -112,7 +112,7 @@ class Search:
             validation data, is measured once, for the best.
         space: what is searched, as the command's `space`: choices, or ranges {"low", "high", "log", "step", "when"}.
             Keys are `model.NAME`, `optimizer`, `schedule` and their keys, batch_size, label_smoothing and seed.
-        loss: as for `Trainer`; what the model returns itself is not searched.
+        loss, standardize_targets: as for `Trainer`; a loss that the model returns itself is not searched.
         metrics: further metrics by name, as for `Trainer`.
         metric: what is compared: accuracy, loss, or one of `metrics`; None is accuracy for cross-entropy, else loss.
         optimizer, schedule: what all trials have unless the space says otherwise; an object or a name. Without an
@@ -135,6 +135,7 @@ class Search:
         space: Mapping[str, Any],
         validation_data: Data | None = None,
         loss: Loss | None = None,
+        standardize_targets: bool | Literal["auto"] = "auto",
         metrics: Mapping[str, Metric] | None = None,
         metric: str | None = None,
         optimizer: Optimizer | str | None = None,
@@ -164,12 +165,15 @@ class Search:
             if data is not None or what == "data set":
                 check_data(data, f"the {what}")
         self._kept: list[Given] = []
+        asked = False if standardize_targets == "auto" and optimizer is not None else standardize_targets
+        assert train is not None, "it was checked"
+        self._standardizes = standardizes(asked, train, loss)
         self._make, self._has_test = model, test is not None or validation is not None
         parts = [train, test or validation or train, *([] if validation is None else [validation])]
         fraction = 0.1 if validation is None else 0.0
         source = Custom(target=self._given("data", lambda: parts, parts), validation_fraction=fraction)
         self.config = SearchConfig(
-            model=CustomModel(target=self._given("model", model, self.loss)),
+            model=CustomModel(target=self._given("model", model, self.loss, self._standardizes)),
             data=source,
             optimizer=default_optimizer(loss)[0] if optimizer is None else rule_of("optimizer", optimizer),
             schedule=rule_of("schedule", schedule),
@@ -212,7 +216,7 @@ class Search:
             if self.output_dir is not None:
                 every = search_listeners(folder.path, config.logger, speaks=False)
                 listeners += [stack.enter_context(closing(each)) for each in every]
-            run = stack.enter_context(closing(SearchRun(config, folder, listeners, self.loss)))
+            run = stack.enter_context(closing(SearchRun(config, folder, listeners, self.loss, self._standardizes)))
             with StopSignal(enabled=True) as signals:
                 summary = run.run(lambda: signals.status)
             check_succeeded(summary)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy.typing as npt
 
@@ -46,6 +46,7 @@ class TrainArguments(JobOptions, RunOptions, RunSettings):
     schedule: Schedule | str = Constant()
     averaging: AveragingRule | str = SMA()
     loss: Loss | None = None
+    standardize_targets: bool | Literal["auto"] = "auto"
     metrics: Mapping[str, Metric] | None = None
     augmentation: Augmentation | None = None
     mean: Sequence[float] | None = None
@@ -65,6 +66,8 @@ class TrainArguments(JobOptions, RunOptions, RunSettings):
             chosen, note = default_optimizer(self.loss)
             object.__setattr__(self, "optimizer", chosen)
             object.__setattr__(self, "notes", [*self.notes, *note])
+        elif self.standardize_targets == "auto":
+            object.__setattr__(self, "standardize_targets", False)
         for group in _REGISTRIES:
             if isinstance(name := getattr(self, group), str):
                 object.__setattr__(self, group, rule_of(group, name))

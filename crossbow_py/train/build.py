@@ -40,11 +40,12 @@ from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.dropout import counter_seed
 from crossbow_py.engine.modules.losses import Loss, TokenLoss, model_loss, plain_loss
 from crossbow_py.engine.modules.precision import FP32, device_uuids
+from crossbow_py.engine.modules.standardized import StandardizedLoss, is_standardized, standardizing
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.arguments import TrainArguments
-from crossbow_py.train.checks.losses import loss_on, not_shares, remarks_on_targets
+from crossbow_py.train.checks.losses import loss_on, not_shares, remarks_on_targets, standardizes, target_statistics
 from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy, remarks_on_starts, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
@@ -99,6 +100,8 @@ class RunBuilder:
             arguments.sample_weights,
             arguments.class_names,
         )
+        self._make_model = arguments.model
+        self._standardizes = standardizes(arguments.standardize_targets, self.data.train, arguments.loss)
 
     def build(self) -> Run:
         """Build the run, once, after small batches of every data set went through the model. Raises UserError."""
@@ -124,7 +127,7 @@ class RunBuilder:
         if not rule.has_central_model:  # learners share every batch and are never averaged
             for learner in range(1, bank.num_learners):
                 seed = counter_seed(settings.seed, "initialisation", 0, learner)
-                apart = seeded_model(self.arguments.model, seed, self.init_from)
+                apart = seeded_model(self._make_model, seed, self.init_from)
                 bank.load_learner(learner, apart)
                 notes += remarks_on_starts(template, apart) if learner == 1 and self.init_from is None else []
         make_model = self.arguments.model
@@ -140,7 +143,7 @@ class RunBuilder:
             warnings=[
                 *warnings, *filter(None, [warning]), *notes, *bounded, *remarks, *_refusals(choices),
                 *self.optimizer.remarks(template), *_of_micro_batches(settings, template),
-                *remarks_on_targets(self.data.train, loss),
+                *remarks_on_targets(self.data.train, loss, self._standardizes),
                 *_of_evaluations(evaluator, {"validation": validation_feed, "test": test_feed}),
             ],
             tokens_per_sample=evaluator.tokens_per_sample(train_feed), tuning=tuning, state=TrainState(noise=noise),
@@ -200,10 +203,14 @@ class RunBuilder:
         """
         with self.ranks.together():
             check_data(self.data.train, "the data set")
-            template = seeded_model(self.arguments.model, self.settings.seed, self.init_from)
+            if self._standardizes:
+                statistics = target_statistics(self.data.train, self.arguments.loss)
+                self._make_model = standardizing(self._make_model, *statistics)
+            template = seeded_model(self._make_model, self.settings.seed, self.init_from)
             template = self.optimizer.prepared(template).to(self.choices.device)
             given, device = self.arguments.loss, self.choices.device
             loss, self.data = settled_loss_of(given, template, self.data, self.settings, device)
+            loss = StandardizedLoss(loss) if is_standardized(template) else loss
             train_feed, batch, loss, warnings = self._train_feed(template, loss)
             template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
             evaluator = Evaluator(

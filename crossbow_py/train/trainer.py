@@ -88,6 +88,11 @@ class Trainer:
         averaging: the rule that keeps learners together; or a name.
         loss: `f(outputs [B, ...], targets [B, ...])`, a batch mean. None is cross-entropy; or, if forward takes
             `labels` and the data's inputs are dicts, `model_loss`, what the model itself returns.
+        standardize_targets: for regression on targets of any unit, floating tensors [N] or [N, D]: what the model
+            returns counts in standard deviations from the mean of the training targets. Two buffers of it,
+            `target_mean` and `target_std`, turn it into the targets' own unit, in which losses, metrics and
+            predictions are. "auto" is where no optimizer is given and the loss is one of torch's for numbers, such as
+            `nn.MSELoss()`.
         metrics: further functions like `loss` to evaluate, by name, or metrics with states, as torchmetrics has them;
             they are in `result.summary.metrics`.
         augmentation: augmentation of training images, uint8 tensors [N, C, H, W].

@@ -183,7 +183,7 @@ def ip(*arguments: str) -> None:
 
 
 @pytest.mark.skipif(not is_root(), reason="network namespaces need root")
-@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize("cut", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_network_cut_between_two_hosts_ends_both_with_a_word_and_the_run_goes_on_on_one(tmp_path, hosts, cut):
     folder, port = tmp_path / "run", free_port()
     command = [*TRAIN, f"output_dir={folder}", ENDLESS, f"distributed.timeout_s={TIMEOUT_S}"]

@@ -193,8 +193,7 @@ with joined() as ranks:
 """
 
 
-@pytest.mark.parametrize("rule", ["SMA", "SynchronousSGD"])
-@pytest.mark.parametrize("executor", ["fused", "streams"])
+@pytest.mark.parametrize(("executor", "rule"), [("fused", "SMA"), ("streams", "SynchronousSGD")])
 def test_rank_whose_device_is_slow_waits_least(executor, rule, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     trust_cuda(monkeypatch)

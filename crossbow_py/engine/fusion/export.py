@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import importlib
 import io
 import logging
 import operator
@@ -64,6 +66,7 @@ def exported(
 def _export(
     template: nn.Module, example: Tree, precision: Precision, training: bool, part: Part
 ) -> torch.export.ExportedProgram:
+    _import_tracer()
     module = cast_module(copy.deepcopy(template), precision).train(training)
     called = module if isinstance(example, Tensor) else _Called(module, example, part)
     try:
@@ -96,6 +99,17 @@ def _export(
         _make_dense(node)
     writes_of(program)
     return program
+
+
+def _import_tracer() -> None:
+    """Import what torch.export imports when it is first called: a second, of which garbage collection is a third."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        importlib.import_module("torch.export._trace")
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -24,11 +24,13 @@ from crossbow_py.engine.modules.losses import (
     compared,
     correct_of_parts,
     is_classification,
+    loss_of_rows,
     part_for,
     plain_loss,
     scaled_to_batch,
     smoothed_cross_entropy,
 )
+from crossbow_py.engine.modules.standardized import StandardizedLoss, comparison
 from crossbow_py.engine.rounds import Round, RoundTasks
 
 _MOST_CLASSES = 16384  # for the loss kernel
@@ -73,6 +75,8 @@ class FusedPass:
         self.graph = FusedGraph(bank.template, example, bank, kernels, self.learners, fuses=fuses, part=part)
         self.notes = self.graph.notes
         self._loss: LossOfAll | None = None
+        of_values = tasks.loss.of_values if isinstance(tasks.loss, StandardizedLoss) else tasks.loss
+        self._loss_of_rows = loss_of_rows(of_values)
         if kernels and plain_loss(tasks.loss) is nn.functional.cross_entropy and tasks.label_smoothing is None:
             if refusal := serves("loss", bank.device, bank.precision.compute):
                 self.notes.append(refusal)
@@ -167,6 +171,10 @@ class FusedPass:
             if whole is None and targets.is_floating_point():  # shares of the classes
                 return each.mean(1)
             return each.sum(1) / (counted(targets, IGNORED).sum(1) if whole is None else whole)
+        if self._loss_of_rows is not None and share is None:
+            _, values, own_targets = comparison(self._tasks.loss, outputs, targets)
+            if isinstance(values, Tensor) and values.shape == own_targets.shape:
+                return self._loss_of_rows(values, own_targets)
         losses = []
         for row, own in enumerate(targets):
             output = map_tree(itemgetter(row), outputs)

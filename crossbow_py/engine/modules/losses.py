@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,10 @@ from crossbow_py.data.datasets import counted, has_integers
 Loss = Callable[[Any, Tensor], Tensor]
 
 IGNORED = -100  # targets that cross_entropy leaves out of its mean
+_DISTANCES = tuple(getattr(nn.functional, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"))
+_MODULES_OF_DISTANCES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+_FUNCTIONS_OF_VALUES = (*_DISTANCES, nn.functional.binary_cross_entropy_with_logits)
+_MODULES_OF_VALUES = (*_MODULES_OF_DISTANCES, nn.BCEWithLogitsLoss)
 _SCORES = ("logits", "out")  # what models call their scores, those of Hugging Face and of torchvision
 
 
@@ -86,6 +91,28 @@ def takes_classes(loss: Loss) -> bool:
     function, _ = _with_keywords(loss)
     functions = (nn.functional.cross_entropy, nn.functional.nll_loss, smoothed_cross_entropy)
     return function in functions or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
+
+
+def is_distance(loss: Loss) -> bool:
+    """Return whether a loss is one of torch's that compare numbers: squared, absolute, or Huber's."""
+    function, _ = _with_keywords(loss)
+    return function in _DISTANCES or isinstance(function, _MODULES_OF_DISTANCES)
+
+
+def loss_of_rows(loss: Loss) -> Loss | None:
+    """Return the function of outputs and targets [K, B, ...] that gives the losses [K] of all rows in one call.
+
+    Only losses of torch that are means over values have one; others, None, are computed row by row.
+    """
+    function, given = _with_keywords(loss)
+    if type(function) in _MODULES_OF_VALUES:
+        each: Any = copy.copy(function)  # which shares its weights
+        reduction, each.reduction = each.reduction, "none"
+    elif function in _FUNCTIONS_OF_VALUES and not {"size_average", "reduce", "weight"} & {*given}:
+        reduction, each = given.get("reduction", "mean"), partial(function, **{**given, "reduction": "none"})
+    else:
+        return None
+    return (lambda outputs, targets: each(outputs, targets).flatten(1).mean(1)) if reduction == "mean" else None
 
 
 def is_mean_nll(loss: Loss) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from crossbow_py.core.errors import CheckpointError, UserError
 from crossbow_py.core.files import replacing
 from crossbow_py.distributed.ranks import Ranks
+from crossbow_py.engine.modules.standardized import standardize_as
 from crossbow_py.telemetry.records import DIGESTS, read_summary
 
 MODEL_FILE = "model.safetensors"  # in the folder of a run with one model
@@ -79,7 +80,7 @@ def load_weights(
     """Load a safetensors file into a module.
 
     Args:
-        module: the module, filled in place.
+        module: the module, filled in place. It counts in standard deviations if the one that was saved did.
         path: the file.
         key, model, remedy: for errors: the setting that named the file, the module, and what the user can do.
 
@@ -94,6 +95,7 @@ def load_weights(
         raise CheckpointError(
             f"{key}={path} cannot be read as safetensors ({error}); give a .safetensors file."
         ) from error
+    standardize_as(module, values)
     own = module.state_dict(keep_vars=True)
     wrong = _unfitting(own, values)
     if wrong:

@@ -5,15 +5,27 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.trees import Tree, map_tree
 from crossbow_py.data.datasets import Classes, Data, as_pair, has_integers
-from crossbow_py.engine.modules.losses import IGNORED, Loss, ignored_target, model_loss, scores_of, takes_classes
+from crossbow_py.engine.modules.losses import (
+    IGNORED,
+    Loss,
+    ignored_target,
+    is_distance,
+    model_loss,
+    scores_of,
+    takes_classes,
+)
+from crossbow_py.engine.modules.standardized import comparison, remark_of, statistics_of
 from crossbow_py.engine.trust.side_effects import graph_nodes
 
 L = TypeVar("L", bound=Callable[..., Any])
@@ -53,9 +65,11 @@ def loss_on(device: torch.device, loss: Loss) -> Loss:
     return settled
 
 
-def remarks_on_targets(data: Data, loss: Loss) -> list[str]:
-    """Return a message if the targets are numbers so large that weights take thousands of steps to get there."""
+def remarks_on_targets(data: Data, loss: Loss, standardize: bool) -> list[str]:
+    """Return what models standardize, or whether targets are so large that weights take thousands of steps there."""
     pair = as_pair(data)
+    if standardize:
+        return [remark_of(*target_statistics(data, loss))]
     if pair is None or takes_classes(loss) or not pair[1].is_floating_point():
         return []
     mean, deviation = float(pair[1].double().mean()), float(pair[1].double().std(correction=0))
@@ -63,8 +77,40 @@ def remarks_on_targets(data: Data, loss: Loss) -> list[str]:
         return []
     return [
         f"The targets have a mean of {mean:.3g} and a standard deviation of {deviation:.3g}, which weights take long "
-        "to reach; train on (y - mean) / deviation, and undo it in predictions."
+        "to reach; standardize_targets=True has the model compute in deviations from the mean."
     ]
+
+
+def standardizes(asked: bool | Literal["auto"], data: Data, loss: Loss | None) -> bool:
+    """Return whether models are standardized by the targets: what was asked for, or where it can be.
+
+    Raises UserError for something else than the three.
+    """
+    if asked not in (True, False, "auto"):
+        raise UserError(f"standardize_targets must be True, False or 'auto', got {asked!r}.")
+    if asked != "auto":
+        return asked
+    pair = as_pair(data)
+    fits = pair is not None and pair[1].is_floating_point() and pair[1].ndim <= 2
+    return fits and loss is not None and is_distance(loss)
+
+
+def target_statistics(
+    data: Data, loss: Loss | None, places: npt.NDArray[np.int64] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the mean and standard deviation [D] of the targets of training data, or of the samples `places` alone.
+
+    Raises UserError where models cannot be standardized by them.
+    """
+    pair = as_pair(data)
+    if pair is None:
+        raise UserError(
+            "standardize_targets=True needs training data that are tensors, whose targets are known before training; "
+            "standardise those of this data set where it is made."
+        )
+    if loss is None or takes_classes(loss):
+        raise UserError("standardize_targets=True is for regression, got cross-entropy; leave it out, or set loss.")
+    return statistics_of(pair[1], places)
 
 
 def classes_of(loss: Loss, output: Tree, targets: Tensor) -> Classes | None:
@@ -100,11 +146,12 @@ def hidden_parameter(value: Tensor, outputs: Sequence[Tensor]) -> Tensor | None:
     return next((leaf for leaf in found if leaf is not None and id(leaf) not in own), None)
 
 
-def misfit(loss: Callable[[Any, Tensor], Tensor | float], output: Tree, targets: Tensor) -> str | None:
+def misfit(loss: Callable[[Any, Tensor], Any], output: Tree, targets: Tensor) -> str | None:
     """Return why the loss does not fit, if torch would compute nonsense or raise an error that is hard to read.
 
     One sentence with the remedy; None if nothing is known against it.
     """
+    loss, output, targets = comparison(loss, output, targets)
     return (_unfit(loss, output, targets) if isinstance(output, Tensor) else None) or _sum(loss, output, targets)
 
 
@@ -155,6 +202,7 @@ def remarks_on_parts(loss: Loss, output: Tree, targets: Tensor, count: int) -> l
     Losses whose micro-batches are weighed by what their mean divides by have none. `output` has any samples, which are
     repeated. The parts differ as much as they can: those of ignored targets are together.
     """
+    loss, output, targets = comparison(loss, output, targets)
     if takes_classes(loss) or loss is model_loss:
         return []
     places, loss = targets.reshape(len(targets), -1).double().sum(1).argsort(), copied_loss(loss)
@@ -195,6 +243,7 @@ def not_shares(targets: Tensor) -> str | None:
 
 def remarks(loss: Loss, output: Tree, targets: Tensor) -> list[str]:
     """Return warnings about what looks wrong but may be intended."""
+    loss, output, targets = comparison(loss, output, targets)
     if not isinstance(output, Tensor):
         return []
     output = output.detach().float()
