@@ -432,7 +432,7 @@ class RoundTasks:
             row = self.bank.trained_row(learner)
             step = self.next_step(learner, self.update.gradient_norm(row), outcome)
             if step is not None and self.update.optimizer.clips_groups:
-                step = replace(step, group_scales=self.update.optimizer.group_scales(row))
+                step = step._replace(group_scales=self.update.optimizer.group_scales(row))
         if step is not None:
             self.update.correct(learner, row, outcome.plan.averaging, step)
         elif outcome.plan.averaging is not None:  # in other rounds averaging may still read C
@@ -461,7 +461,7 @@ class RoundTasks:
     def next_summed_step(self, learner: int, outcome: RoundOutcome) -> Step | None:
         """Return `next_step` of a learner that steps by the mean of the gradients whose sum is in `bank.total`."""
         step = self.next_step(learner, outcome.gradient_norm / self.bank.total_learners, outcome)
-        return step and replace(step, gradient_scale=self._summed_scale(outcome), is_prepared=True)
+        return step and step._replace(gradient_scale=self._summed_scale(outcome), is_prepared=True)
 
     def average(self, outcome: RoundOutcome) -> None:
         """Sum the corrections in learner order, all-reduce the sum, and move z. Writes nothing else of the bank."""

@@ -18,6 +18,8 @@ from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder
 from crossbow_py.data.resident.inputs import ResidentInputs
 from crossbow_py.data.sampler import SampleOrder, segments
 
+_AHEAD = 16  # rounds whose picks are put together at once on a CPU, where learners' batches lie apart
+_MOST_AHEAD = 8 * _AHEAD
 STREAM = 2**48  # positions of one stream, more than the samples of any run
 
 
@@ -64,6 +66,7 @@ class ResidentFeed(Feed):
         self._has_target: dict[int, bool] = {}
         # Picks int64 [R, N] in stream order, on the device: an epoch of the streams with the same variant.
         self._tables: EpochCache[tuple[Variant | None, int], Tensor] = EpochCache(self._epoch_picks)
+        self._ahead: dict[tuple[int, ...], Tensor] = {}  # picks [R, n] by starts
 
     @property
     def has_kernel(self) -> bool:
@@ -72,7 +75,7 @@ class ResidentFeed(Feed):
 
     def with_batch_size(self, batch_size: int) -> ResidentFeed:
         """Return a feed of the same streams with another batch size, which shares the tables of epochs."""
-        other = copy.copy(self)
+        other = self._copied()
         other._variants = {}  # each copy has streams of its own
         Feed.__init__(other, self.num_samples, batch_size)
         return other
@@ -86,14 +89,19 @@ class ResidentFeed(Feed):
 
     def without_augmentation(self) -> ResidentFeed:
         """Return a feed of the same streams in which only streams with a variant are augmented."""
-        other = copy.copy(self)
+        other = self._copied()
         other._plain = Variant(self._seed, Augmentation())
         return other
 
     def only(self, ids: Ids) -> ResidentFeed:
         """Return a feed that evaluates the samples `ids` alone, in that order, for nothing else."""
-        other = copy.copy(self)
+        other = self._copied()
         other._evaluated, other.num_samples = ids, len(ids)
+        return other
+
+    def _copied(self) -> ResidentFeed:
+        other = copy.copy(self)
+        other._ahead = {}
         return other
 
     def set_variant(self, stream: int, variant: Variant) -> None:
@@ -103,7 +111,7 @@ class ResidentFeed(Feed):
         """
         self._inputs.check_augmentation(variant.augmentation)
         check_shapes(variant.augmentation, self._inputs.shape, self._targets.shape[1:])
-        self._variants[stream] = variant
+        self._variants[stream], self._ahead = variant, {}
 
     def batch(self, start: int) -> Batch:
         """See `Feed.batch`. Copies from the host only once an epoch, in the first call that reaches it."""
@@ -124,8 +132,25 @@ class ResidentFeed(Feed):
         return Batch(map_tree(apart, inputs), apart(targets))
 
     def _together(self, starts: Sequence[int]) -> Batch:
-        parts = self._slices(starts)
-        return self._take(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+        return self._take(self._picks(tuple(starts)))
+
+    def _picks(self, starts: tuple[int, ...]) -> Tensor:
+        """Return the picks [R, n] of the batches."""
+        found = self._ahead.get(starts)
+        if found is not None:
+            return found
+        runs = self._joined(starts, self.batch_size)
+        if len(runs) == 1 or self._targets.device.type == "cuda":  # where another stream may read what one has written
+            parts = self._slices(runs)
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        count = _AHEAD * self.batch_size
+        parts = self._slices([(start, count) for start in starts])
+        apart = torch.cat(parts, dim=1).view(-1, len(starts), _AHEAD, self.batch_size)
+        rounds = apart.transpose(1, 2).flatten(2).unbind(1)
+        known = self._ahead if len(self._ahead) < _MOST_AHEAD else {}
+        later = (tuple(start + n * self.batch_size for start in starts) for n in range(_AHEAD))
+        self._ahead = known | dict(zip(later, rounds, strict=True))
+        return rounds[0]
 
     def new_picks(self, num_batches: int) -> Tensor:
         """Return int64 zeros [R, num_batches·B] on the device for `write_picks`; they pick the first sample."""
@@ -147,7 +172,7 @@ class ResidentFeed(Feed):
         The host blocks only once an epoch, in the first call that reaches it. `out` is from `new_picks(len(starts))`.
         """
         assert out.shape[1] == len(starts) * self.batch_size, "picks are for a fixed number of batches"
-        torch.cat(self._slices(starts), dim=1, out=out)
+        torch.cat(self._slices(self._joined(starts, self.batch_size)), dim=1, out=out)
 
     def take(self, picks: Tensor, out: Batch) -> None:
         """Make the picked batches, enqueued on the current stream; the host does not block.
@@ -160,15 +185,19 @@ class ResidentFeed(Feed):
             inputs, targets = map_tree(lambda each: each.unsqueeze(0), inputs), targets.unsqueeze(0)
         self._inputs.fill(picks, inputs, self._targets, targets)
 
-    def _slices(self, starts: Sequence[int]) -> list[Tensor]:
-        """Return the picks of the batches as slices [R, n] of epochs' tables, few as learners' batches are adjacent."""
-        joined: list[tuple[int, int]] = []  # (start, count); a batch that begins where the last one ends prolongs it
+    def _joined(self, starts: Sequence[int], count: int) -> list[tuple[int, int]]:
+        """Return the (start, count) of batches of `count`; one that begins where the last one ends prolongs it."""
+        joined: list[tuple[int, int]] = []
         for start in starts:
             if joined and sum(joined[-1]) == start:
-                joined[-1] = (joined[-1][0], joined[-1][1] + self.batch_size)
+                joined[-1] = (joined[-1][0], joined[-1][1] + count)
             else:
-                joined.append((start, self.batch_size))
-        runs = [run for start, count in joined for run in self._runs(start, count)]
+                joined.append((start, count))
+        return joined
+
+    def _slices(self, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Return the picks of (start, count) as slices [R, n] of epochs' tables."""
+        runs = [run for start, count in spans for run in self._runs(start, count)]
         tables = {key: self._tables(key) for key, _, _ in runs}
         if self._targets.device.type == "cuda":
             for table in tables.values():  # the cache may drop a table while this stream still reads it

@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import Array, c_double, c_float, c_void_p
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,8 +30,7 @@ _STRIPS = 64  # sums of squares of a gradient over fixed strips, so that its nor
 _VALUES_A_PART = 2**17  # updating these takes about as long as handing work to another thread
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A learner's gradient step.
 
     Attributes:
@@ -141,6 +140,7 @@ class NativeUpdate(TorchUpdate):
         assert optimizer.NATIVE_STEP is not None, "an optimizer without a C function needs TorchUpdate"
         self._library = library
         self._known: WeakKeyDictionary[TrainedRow, Array[Vector]] = WeakKeyDictionary()
+        self._alike: tuple[Optimizer | None, bool] = None, False  # of which optimizer only rates differ by learner
         self._helpers = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "crossbow update")
 
     @staticmethod
@@ -165,8 +165,19 @@ class NativeUpdate(TorchUpdate):
         return self._known[row]
 
     def _learners(self, steps: Sequence[Step | None], first: int = 0) -> tuple[Array[Learner], int]:
-        """Return the structs of learners from `first` on, group by group, and the number of learners."""
-        each = [self._groups(first + index, step) for index, step in enumerate(steps)]
+        """Return the structs of learners from `first` on, group by group, and the number of learners.
+
+        Steps that are the same by settings of all learners have one struct, made once.
+        """
+        optimizer, alike = self._alike
+        if optimizer is not self.optimizer:
+            alike = not self.optimizer.lists().keys() - {"learning_rate"}
+            self._alike = self.optimizer, alike
+        if alike:
+            made = {step: self._groups(first, step) for step in dict.fromkeys(steps)}
+            each = [made[step] for step in steps]
+        else:
+            each = [self._groups(first + index, step) for index, step in enumerate(steps)]
         groups = (2 if self.optimizer.TAKES_MATRICES else 1) * (1 + len(self.optimizer.groups))
         flat = (own[group] if own else Learner(skipped=1) for group in range(groups) for own in each)
         return (Learner * (groups * len(each)))(*flat), len(each)

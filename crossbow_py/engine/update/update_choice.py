@@ -78,7 +78,7 @@ def _check(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> N
                 each.weights.copy_row(learner, each.weights, 0)
         row = replace(shared.trained_row(0), gradients=rows.gradients)
         native.prepare_shared(shared, row, _FIRST.gradient_scale)
-    native.correct_all(rows, None, [own and replace(own, is_prepared=True) for own in steps], moves=True)
+    native.correct_all(rows, None, [own and own._replace(is_prepared=True) for own in steps], moves=True)
     for learner in range(1, expected.num_learners):
         expected.gradients.copy_row(learner, expected.gradients, 0)
     expected.total.copy_row(0, shared.total)
