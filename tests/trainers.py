@@ -66,6 +66,7 @@ def make_trainer(**options: Any) -> Trainer:
         "executor": "serial",
         "device": "cpu",
         "precision": "fp32",
+        "optimizer": SGD(),
     }
     return Trainer(**{**defaults, **options})
 

@@ -24,7 +24,7 @@ from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.train.arguments import rule_of
 from crossbow_py.train.run_settings import JobSettings, StopConditions
-from crossbow_py.train.schedules import Schedule
+from crossbow_py.train.schedules import Constant, Schedule
 
 Ids = npt.NDArray[np.int64]
 
@@ -112,12 +112,14 @@ class Study:
         train: the training data.
         order_seed: seed of the order that members share.
         sampling: as `RunSettings.sampling`.
+        schedule: that of members for which none is given, unless they have an optimizer of their own.
     """
 
     common: Member
     train: Data
     order_seed: int
     sampling: str = "shuffle"
+    schedule: Schedule = Constant()
 
     @property
     def num_samples(self) -> int:
@@ -178,7 +180,8 @@ def _settled(number: int, name: str, member: Member, study: Study, makers: dict[
         StopConditions(max_epochs=whole.max_epochs)
         if not math.isfinite(whole.max_epochs):
             raise UserError(f"max_epochs must be a number, got {whole.max_epochs}.")
-        optimizer, schedule = rule_of("optimizer", whole.optimizer), rule_of("schedule", whole.schedule)
+        fallback = study.schedule if member.optimizer is None else Constant()
+        optimizer, schedule = rule_of("optimizer", whole.optimizer), rule_of("schedule", whole.schedule or fallback)
         augmentation = whole.augmentation or Augmentation()
         if not isinstance(augmentation, Augmentation):
             raise UserError(f"augmentation must be an Augmentation, got {augmentation!r}.")

@@ -45,7 +45,7 @@ from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
 from crossbow_py.train.ladder.ladder import check_trusted, try_once
 from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_settings import Choices, JobSettings, RunSettings, StopConditions, choose
-from crossbow_py.train.schedules import Constant, Schedule
+from crossbow_py.train.schedules import Constant, DefaultSchedule, Schedule
 
 LOCK_FILE = ".many.lock"
 P = ParamSpec("P")
@@ -65,7 +65,7 @@ class ManyArguments(JobSettings):
     max_epochs: float = 10.0
     max_rounds: int | None = None
     optimizer: Optimizer | str | None = None
-    schedule: Schedule | str = Constant()
+    schedule: Schedule | str | None = None
     loss: Loss | None = None
     standardize_targets: bool | Literal["auto"] = "auto"
     metrics: Mapping[str, Metric] | None = None
@@ -222,10 +222,12 @@ class ManyRun:
         given = self.arguments
         common = {each.name: getattr(given, each.name) for each in fields(Member) if hasattr(given, each.name)}
         if given.optimizer is None:
-            common["optimizer"], notes = default_optimizer(given.loss)
-            for note in notes:
-                self._note(note)
-        study = Study(Member(**common), self.data.train, self.settings.sample_order_seed, self.settings.sampling)
+            common["optimizer"], note = default_optimizer(given.loss, given.schedule is None)
+            self._note(note)
+        fallback = DefaultSchedule() if given.optimizer is None else Constant()
+        study = Study(
+            Member(**common), self.data.train, self.settings.sample_order_seed, self.settings.sampling, fallback
+        )
         found = settled(given.members, study)
         if self._standardizes:
             found = [dataclasses.replace(each, settings=self._standardized(each.settings)) for each in found]

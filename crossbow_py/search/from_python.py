@@ -175,7 +175,7 @@ class Search:
         self.config = SearchConfig(
             model=CustomModel(target=self._given("model", model, self.loss, self._standardizes)),
             data=source,
-            optimizer=default_optimizer(loss)[0] if optimizer is None else rule_of("optimizer", optimizer),
+            optimizer=default_optimizer(loss, falls=False)[0] if optimizer is None else rule_of("optimizer", optimizer),
             schedule=rule_of("schedule", schedule),
             space=dict(_as_keys(key, entry) for key, entry in space.items()),
             metrics={name: {"target": self._given(name, own)} for name, own in (metrics or {}).items()},

@@ -160,6 +160,14 @@ class Cosine(Schedule):
 
 
 @dataclass(frozen=True)
+class DefaultSchedule(Cosine):
+    """That of runs without an optimizer or schedule: a cosine to 0 where the run's length is known, else constant."""
+
+    def _shape(self, samples: float, samples_per_epoch: int, total_samples: int | None) -> float:
+        return 1.0 if total_samples is None else super()._shape(samples, samples_per_epoch, total_samples)
+
+
+@dataclass(frozen=True)
 class WSD(Schedule):
     """Warm-up, stable, decay: flat, then a linear fall over the last share of the run.
 

@@ -83,8 +83,10 @@ class Trainer:
             once, at the end.
         num_classes: number of classes, checked against the model's output when the loss is cross-entropy.
         optimizer: updates a learner's weights from its gradient; a name such as "adamw" has its default settings. None
-            is `SGD()` for cross-entropy and losses that models return, and `AdamW(learning_rate=0.01)` for others.
-        schedule: the learning rate as a function of samples seen; or a name.
+            is `SGD(learning_rate=0.03)` for cross-entropy and losses that models return, and
+            `AdamW(learning_rate=0.01)` for others.
+        schedule: the learning rate as a function of samples seen; or a name. None is constant; without an optimizer a
+            cosine to zero, if the run's length is known.
         averaging: the rule that keeps learners together; or a name.
         loss: `f(outputs [B, ...], targets [B, ...])`, a batch mean. None is cross-entropy; or, if forward takes
             `labels` and the data's inputs are dicts, `model_loss`, what the model itself returns.

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import SGD, Independent, Member, Search, Trainer, UserError, load_models, train_many
+from crossbow_py import SGD, AdamW, Independent, Member, Search, Trainer, UserError, load_models, train_many
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.engine.modules.losses import loss_of_rows
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.modules.standardized import statistics_of
+from crossbow_py.schedules import Constant, Cosine
 from crossbow_py.train import run_settings
 from crossbow_py.train.checks.seeded_model import seeded_model
 
@@ -189,3 +190,23 @@ def test_other_losses_have_no_call_for_all_rows() -> None:
     assert loss_of_rows(nn.MSELoss(reduction="sum")) is None
     assert loss_of_rows(nn.functional.cross_entropy) is None
     assert loss_of_rows(type("Own", (nn.MSELoss,), {})()) is None  # whose forward may be another
+
+
+# --- defaults ------------------------------------------------------------------------------------------------------
+
+
+def test_rate_falls_to_zero_where_neither_it_nor_the_optimizer_is_given() -> None:
+    falling = trainer(optimizer=None).run.schedule
+    assert [round(falling.factor(seen, 48, 192), 4) for seen in (0, 48, 96, 192)] == [1.0, 0.8536, 0.5, 0.0]
+    assert falling.factor(48, 48, None) == 1.0  # of a run that ends by its accuracy or its time
+    for given in ({"optimizer": None, "schedule": "constant"}, {}):
+        assert trainer(**given).run.schedule == Constant()
+
+
+def test_members_rate_falls_unless_they_have_an_optimizer_of_their_own() -> None:
+    fixed = options(optimizer=None, standardize_targets=True)
+    own = AdamW(learning_rate=0.01)
+    members = [Member(seed=1), Member(seed=1, optimizer=own, schedule=Cosine()), Member(seed=1, optimizer=own)]
+    found = train_many(linear, DATA, members=members, max_epochs=4, **fixed)
+    falls, asked, stays = (each.model.weight for each in found)
+    assert torch.equal(falls, asked) and not torch.equal(falls, stays)
