@@ -21,11 +21,13 @@ from crossbow_py.cli.output_folder import make_folder
 from crossbow_py.core.digest import digest_of
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path, locked
+from crossbow_py.core.host import read_host
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.datasets import Classes, Data, as_pair, check_data, counted, in_tensors
+from crossbow_py.data.datasets import Classes, Data, as_pair, check_data, counted, in_tensors, loaded, num_samples
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
+from crossbow_py.data.streaming.streamed_data import StreamedData
 from crossbow_py.engine.modules.losses import IGNORED, Loss, compared, is_classification, plain_loss, takes_classes
 from crossbow_py.engine.modules.precision import FP32, ordinary_modes
 from crossbow_py.engine.modules.standardized import StandardizedLoss, is_standardized, standardizing
@@ -48,6 +50,7 @@ from crossbow_py.train.run_settings import Choices, JobSettings, RunSettings, St
 from crossbow_py.train.schedules import Constant, DefaultSchedule, Schedule
 
 LOCK_FILE = ".many.lock"
+_MEMORY_SHARE = 0.5  # of the host's, for data that are read from items
 P = ParamSpec("P")
 
 
@@ -186,6 +189,9 @@ class ManyRun:
         train = in_tensors(arguments.train_data)
         test, validation = in_tensors(arguments.test_data), in_tensors(arguments.validation_data)
         check_data(train, "the data set")
+        if as_pair(train) is None and not isinstance(train, StreamedData):
+            train = loaded(train, int(_MEMORY_SHARE * read_host().memory_bytes))
+            self._note(f"All {num_samples(train):,} samples of the training data were read into memory.")
         for data, what in ((test, "the test data"), (validation, "the validation data")):
             if data is not None:
                 check_data(data, what)
@@ -278,8 +284,8 @@ class ManyRun:
             train = self._feed(self.data.train, strongest, "training")
         if not isinstance(train, ResidentFeed):
             raise UserError(
-                "train_many needs training data in memory: a pair of tensors, got a data set of items; give "
-                "next(iter(torch.utils.data.DataLoader(data, batch_size=len(data))))."
+                "members learn from data in the device's memory, got training data that are streamed to it; give data "
+                "that it holds, or fewer samples."
             )
         for note in train.take_notes():
             self._note(note)

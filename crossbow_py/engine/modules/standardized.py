@@ -9,6 +9,7 @@ model, so that they are saved, loaded and copied with it, and models side by sid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ def standardized(module: nn.Module, mean: Tensor, std: Tensor) -> nn.Module:
 def _in_own_unit(module: nn.Module, _: Any, output: Any) -> Tensor | Deviations:
     mean, std = (getattr(module, name) for name in NAMES)
     values = scores_of(output)
-    if not isinstance(values, Tensor) or values[0].numel() != len(mean):
+    if not isinstance(values, Tensor) or math.prod(values.shape[1:]) != len(mean):
         shape = list(values.shape) if isinstance(values, Tensor) else type(output).__name__
         raise UserError(
             f"standardize_targets=True is for models that return as many numbers a sample as targets have, got {shape} "
@@ -99,7 +100,7 @@ def statistics_of(targets: Tensor, places: npt.NDArray[np.int64] | None = None) 
         places: the samples that count, which may repeat; None for all.
 
     Raises:
-        UserError: they are not floating, or have more dimensions.
+        UserError: they are not floating, have more dimensions, or are not finite.
     """
     if not targets.is_floating_point() or targets.ndim > 2:
         raise UserError(
@@ -108,6 +109,8 @@ def statistics_of(targets: Tensor, places: npt.NDArray[np.int64] | None = None) 
         )
     values = (targets if places is None else targets[torch.from_numpy(places)]).double()
     std, mean = torch.std_mean(values.reshape(len(values), -1), dim=0, correction=0)
+    if not mean.isfinite().all():
+        raise UserError("targets are not all finite, and a model cannot learn from those; leave such samples out.")
     return mean.float(), torch.where(std > 1e-12 * mean.abs(), std, 1.0).float()
 
 

@@ -31,6 +31,7 @@ SHORT: Mapping[str, str] = {
     "before_and_now/run": "--before HEAD --models lenet --executors serial --repetitions 1 --seconds 0.05",
     "auto_tuner/run": "--quiet-s 1 --busy-s 1 --after-s 1",
     "checkpoint/run": "--model resnet32 --num-learners 1 --beside resnet20 --threads 1 --seconds 0.1 --folder {folder}",
+    "defaults/run": "--seeds 1 --epochs 1",
     "estimate/run": "--models vgg16 --num-learners 1 --limits 1 --repetitions 0",
     "faults/kill9": "--kills 1 --kills-of-two-ranks 0 --epochs 3 --folder {folder}",
     "faults/restarts": "--runs 1 --starts 1 --epochs 3",

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
 
-from crossbow_py import SGD, AdamW, Augmentation, Independent, Trainer, UserError
+import crossbow_py.many.train_many as train_many_module
+from crossbow_py import SGD, AdamW, Augmentation, Collated, Independent, Trainer, UserError
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.many.loop import ManyLoop
@@ -32,6 +34,21 @@ EXECUTORS = ("serial", "threads", "fused")
 
 def make(width: int = 6) -> nn.Module:
     return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3))
+
+
+class Items(Dataset[Any]):
+    """The blobs, item by item, in types that PyTorch's loaders take."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> Any:
+        return DATA[0][index].numpy(), int(DATA[1][index])
+
+
+class Random(Items):
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(4), 0
 
 
 def train(members: Any, **given: Any) -> Results:
@@ -105,6 +122,21 @@ def test_members_of_other_architectures_and_batch_sizes_train_in_packs_of_their_
     found = train(members)
     for number, member in enumerate(members):
         assert_equal({**found[number].model.state_dict()}, alone(member, DATA, number))
+
+
+@pytest.mark.parametrize("data", [Items(), Collated(Items(), default_collate)])
+def test_data_set_of_items_is_read_once_and_has_subsets_of_rows(data: Any) -> None:
+    found = train([Member(subset=HALF), Member()], data=data)
+    expected = train([Member(subset=HALF), Member()])
+    for own, other in zip(found, expected, strict=True):
+        assert_equal({**own.model.state_dict()}, {**other.model.state_dict()})
+    assert "All 60 samples of the training data were read into memory." in found.notes
+
+
+def test_data_set_that_memory_does_not_hold_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_many_module, "_MEMORY_SHARE", 1e-15)
+    with pytest.raises(UserError, match=r"the training data take 0.0 GiB, and members learn from data in memory"):
+        train(1, data=Items())
 
 
 def test_makers_that_differ_only_as_objects_share_a_pack() -> None:
@@ -491,7 +523,8 @@ def test_members_that_cannot_be_are_refused_by_name(members: Any, message: str) 
         ({"batch_size": 0}, "batch_size"),
         ({"loss": nn.MSELoss(), "label_smoothing": 0.1}, "member 0: label_smoothing is for cross-entropy, got another"),
         ({"loss": nn.MSELoss()}, "the loss cannot take the model's output"),
-        ({"data": [(torch.zeros(4), 0)] * 20}, r"needs training data in memory: .* give next\(iter\(torch"),
+        ({"data": [(torch.zeros(4 + n % 2), 0) for n in range(300)]}, "samples 0 to 255 of the training data cannot"),
+        ({"data": Random()}, "is another one when it is read again, as by a random transform"),
         ({"test_data": (torch.zeros(5, 7), torch.zeros(5).long())}, "the model cannot take the test data, inputs"),
     ],
 )

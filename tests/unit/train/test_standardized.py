@@ -163,6 +163,7 @@ class Named(nn.Linear):
         ({"model": lambda: nn.Linear(4, 3)}, r"as many numbers a sample as .* got \[2, 3\] where each target has 2"),
         ({"data": (INPUTS, torch.arange(48))}, r"is for floating targets .*, got \[48\] of int64; set it to False"),
         ({"data": [(torch.zeros(4), torch.zeros(2))] * 16}, "needs training data that are tensors"),
+        ({"data": (INPUTS, TARGETS.log())}, "targets are not all finite, .* leave such samples out"),
         ({"loss": None}, "standardize_targets=True is for regression, got cross-entropy"),
         ({"model": Named}, "adds target_mean to the model, which has one; rename it"),
         ({"standardize_targets": "yes"}, "standardize_targets must be True, False or 'auto', got 'yes'"),
