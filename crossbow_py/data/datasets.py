@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from crossbow_py.core.errors import UserError, one_line, raised_at
 from crossbow_py.core.trees import Tree, leaves, map_tree
@@ -26,7 +26,6 @@ _TARGET_KEYS = ("labels", "label")  # of items that are mappings, as those of Hu
 # The split into train and validation is a property of the data set, not of the run: the same for every seed.
 _SPLIT_SEED = 0
 _DIGESTED = 64  # samples
-_READ = 256  # samples that are put together at once
 _HARDLY_COMPUTED = (torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -160,53 +159,6 @@ def in_tensors(data: _D) -> _D | Data:
     pair = as_pair(whole) if ids.ndim == 1 and ids.dtype.kind in "iu" else None
     is_held = pair is not None and len(ids) > 0 and ids.min() >= 0 and ids.max() < len(pair[1])
     return take(whole, ids.astype(np.int64)) if is_held else data
-
-
-def loaded(data: MapStyleDataset, memory_bytes: int) -> Pair:
-    """Return all samples of a data set of items as tensors, inputs [N, ...] and targets [N, ...], read once.
-
-    Args:
-        data: a data set that `check_data` has passed.
-        memory_bytes: what they may take.
-
-    Raises:
-        UserError: they take more, cannot be read, have different shapes, or differ when they are read again.
-    """
-    first, again = (_stacked(data, range(1)) for _ in range(2))
-    parts = zip(pytree.tree_leaves(first), pytree.tree_leaves(again), strict=True)
-    if not all(isinstance(own, Tensor) and torch.equal(own, other) for own, other in parts):
-        raise UserError(
-            "a sample of the training data is another one when it is read again, as by a random transform, and members "
-            "read each sample once; leave the transform out, or give augmentation=Augmentation(...)."
-        )
-    needed = len(data) * sum(own.numel() * own.element_size() for own in leaves(first))
-    if needed > memory_bytes:
-        raise UserError(
-            f"the training data take {needed / 2**30:.1f} GiB, and members learn from data in memory, of which there "
-            f"are {memory_bytes / 2**30:.1f} GiB; give fewer samples."
-        )
-    chunks = [_stacked(data, range(at, min(at + _READ, len(data)))) for at in range(0, len(data), _READ)]
-    try:
-        return pytree.tree_map(lambda *each: torch.cat(each), *chunks)  # type: ignore[no-any-return]
-    except (RuntimeError, ValueError) as error:
-        reason = one_line(error)
-        raise UserError(f"samples of the training data are of different forms ({reason}); make them one.") from error
-
-
-def _stacked(data: MapStyleDataset, places: range) -> Pair:
-    """Return the samples at these places as tensors; numbers in float64 become float32, as arrays do."""
-    try:
-        if isinstance(data, Collated):
-            found = data.collate([data.dataset[place] for place in places])
-        else:
-            found = default_collate([data[place] for place in places])
-    except Exception as error:
-        raise UserError(
-            f"samples {places.start} to {places.stop - 1} of the training data cannot be put together "
-            f"({one_line(error)[:200]}); give tensors of one shape."
-        ) from error
-    pair: Any = split_item(found)
-    return pytree.tree_map(lambda own: own.float() if own.dtype == torch.float64 else own, pair)  # type: ignore[no-any-return]
 
 
 class _Unlabelled:

@@ -158,7 +158,8 @@ class Results(Sequence[MemberResult]):
     def best_first(self) -> list[MemberResult]:
         """Return the members that have ended, the best first: by accuracy, then by loss.
 
-        Both are those of the validation data where there is some, else of the test data, else the training loss.
+        Both are those of the validation data where there is some, else of the test data, else the training loss, if
+        all members have the targets' unit.
         """
         means = self.summary()
         what = next((each for each in ("validation", "test") if f"{each}_loss" in means), "train")
@@ -167,7 +168,9 @@ class Results(Sequence[MemberResult]):
             own = {**(each.history[-1] if each.history else {}), **each.figures()}
             return -own.get(f"{what}_accuracy", 0.0), own.get(f"{what}_loss", math.inf)
 
-        return sorted((each for each in self if each.has_ended), key=key)
+        ended = [each for each in self if each.has_ended]
+        units = {tuple(each.state["target_std"].tolist()) for each in ended if "target_std" in each.state}
+        return ended if what == "train" and len(units) > 1 else sorted(ended, key=key)
 
     def table(self, most: int = 40) -> str:
         """Return a table: a line for each member, for each group, and for the mean of all.

@@ -24,9 +24,10 @@ from crossbow_py.core.files import given_path, locked
 from crossbow_py.core.host import read_host
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.datasets import Classes, Data, as_pair, check_data, counted, in_tensors, loaded, num_samples
+from crossbow_py.data.datasets import Classes, Data, as_pair, check_data, counted, in_tensors, num_samples
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
+from crossbow_py.data.streaming.items import loaded
 from crossbow_py.data.streaming.streamed_data import StreamedData
 from crossbow_py.engine.modules.losses import IGNORED, Loss, compared, is_classification, plain_loss, takes_classes
 from crossbow_py.engine.modules.precision import FP32, ordinary_modes
@@ -199,10 +200,7 @@ class ManyRun:
             train, test, validation, arguments.num_classes, arguments.augmentation, arguments.mean, arguments.std
         )
         self.metrics = checked_metrics(arguments.metrics, num_ranks=1)
-        members = arguments.members if isinstance(arguments.members, list) else []
-        own = any(each.optimizer is not None for each in (arguments, *members) if hasattr(each, "optimizer"))
-        asked = False if own and arguments.standardize_targets == "auto" else arguments.standardize_targets
-        self._standardizes = standardizes(asked, train, arguments.loss)
+        self._standardizes = standardizes(arguments.standardize_targets, train, arguments.loss)
         self.members = self._settled()
         self._evaluators: dict[str, Evaluator] = {}
         folder = arguments.output_dir
@@ -227,16 +225,27 @@ class ManyRun:
     def _settled(self) -> list[Settled]:
         given = self.arguments
         common = {each.name: getattr(given, each.name) for each in fields(Member) if hasattr(given, each.name)}
+        own = [None]
+        if isinstance(given.members, list):
+            own = [getattr(each, "optimizer", None) for each in given.members]
         if given.optimizer is None:
             common["optimizer"], note = default_optimizer(given.loss, given.schedule is None)
-            self._note(note)
+            if None in own:
+                self._note(note)
         fallback = DefaultSchedule() if given.optimizer is None else Constant()
         study = Study(
             Member(**common), self.data.train, self.settings.sample_order_seed, self.settings.sampling, fallback
         )
         found = settled(given.members, study)
         if self._standardizes:
-            found = [dataclasses.replace(each, settings=self._standardized(each.settings)) for each in found]
+            # By itself only where no optimizer is given: with one, numbers are those of a plain loop.
+            asked, every = given.standardize_targets is True, own * (len(found) // len(own))
+            takes = [asked or (given.optimizer is None and each is None) for each in every]
+            found = [
+                dataclasses.replace(each, settings=self._standardized(each.settings)) if is_taken else each
+                for each, is_taken in zip(found, takes, strict=True)
+            ]
+            self._standardizes = any(takes)
         if given.output_dir is None:
             return found
         shared = digest_of(
@@ -250,7 +259,9 @@ class ManyRun:
         """Have a member's model compute in standard deviations of the targets of its own samples."""
         places = None if settings.order is None else settings.order.subset
         statistics = target_statistics(self.data.train, self.arguments.loss, places)
-        return dataclasses.replace(settings, make_model=standardizing(settings.make_model, *statistics))
+        asked = self.arguments.standardize_targets is True
+        make_model = standardizing(settings.make_model, *statistics, asked)
+        return dataclasses.replace(settings, make_model=make_model, model_key=f"{settings.model_key}, standardized")
 
     def _digest(self, shared: str, member: Settled) -> str:
         own = {key: value for key, value in vars(member.settings).items() if key not in ("make_model", "model_key")}
@@ -266,8 +277,9 @@ class ManyRun:
         template = seeded_model(first.settings.make_model, first.settings.seed, None)
         self._note_equal_starts(template)
         loss, self.data = settled_loss_of(self.arguments.loss, template, data, settings, self.choices.device)
-        for note in remarks_on_targets(self.data.train, loss, self._standardizes):
-            self._note(note)
+        for note in remarks_on_targets(self.data.train, loss, template):
+            by_own = self._standardizes and any(each.settings.order is not None for each in self.members)
+            self._note(f"{note} Each member has the mean and deviation of its own samples." if by_own else note)
         smoothed = next((each.name for each in self.members if each.settings.label_smoothing), None)
         if smoothed is not None and plain_loss(loss) is not nn.functional.cross_entropy:
             raise UserError(f"member {smoothed}: label_smoothing is for cross-entropy, got another loss; leave it out.")
@@ -299,7 +311,7 @@ class ManyRun:
             validation=self.validation or self.test or train.only(_first(train)),
             test=self.test,
             num_classes=count_classes(self.data, loss),
-            loss=StandardizedLoss(loss) if is_standardized(template) else loss,
+            loss=StandardizedLoss(loss) if self._standardizes or is_standardized(template) else loss,
         )
         most = min(self.arguments.max_pack_size, len(self.members))
         total = sum(round(each.max_epochs * each.num_samples(train.num_samples)) for each in self.members)

@@ -28,7 +28,7 @@ from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.modules.dropout import counter_seed
 from crossbow_py.engine.modules.losses import IGNORED, Loss
 from crossbow_py.engine.modules.precision import FP32
-from crossbow_py.engine.modules.standardized import StandardizedLoss, standardizing
+from crossbow_py.engine.modules.standardized import StandardizedLoss, remark_of, standardizing
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
@@ -223,8 +223,9 @@ class SearchRun:
             self._notes = [f"precision is fp32, because {train.rounded.remark(self.choices.precision.compute)}."]
             self.choices = dataclasses.replace(self.choices, precision=FP32)
             train = kept(source.train, self._most_augmentation(), "training")
-        self._notes += [*train.take_notes(), *remarks_on_targets(source.train, self._loss, self._standardizes)]
         self._targets = target_statistics(source.train, self._loss) if self._standardizes else None
+        said = remarks_on_targets(source.train, self._loss) if self._targets is None else [remark_of(*self._targets)]
+        self._notes += [*train.take_notes(), *said]
         loss = loss_on(self.choices.device, self._loss)
         feed_of: Callable[[int], Feed]
         if isinstance(train, ResidentFeed):

@@ -62,6 +62,7 @@ class TrainArguments(JobOptions, RunOptions, RunSettings):
     executor_cache: str | Path | None = None
 
     def __post_init__(self) -> None:
+        given = self.optimizer is not None
         if self.optimizer is None:
             chosen, note = default_optimizer(self.loss, self.schedule is None)
             object.__setattr__(self, "optimizer", chosen)
@@ -69,8 +70,8 @@ class TrainArguments(JobOptions, RunOptions, RunSettings):
             schedule: Schedule = DefaultSchedule()
         else:
             schedule = Constant()
-            if self.standardize_targets == "auto":
-                object.__setattr__(self, "standardize_targets", False)
+        if self.standardize_targets == "auto" and (given or self.init_from is not None):  # which goes on as it was
+            object.__setattr__(self, "standardize_targets", False)
         if self.schedule is None:
             object.__setattr__(self, "schedule", schedule)
         for group in _REGISTRIES:

@@ -143,7 +143,7 @@ class RunBuilder:
             warnings=[
                 *warnings, *filter(None, [warning]), *notes, *bounded, *remarks, *_refusals(choices),
                 *self.optimizer.remarks(template), *_of_micro_batches(settings, template),
-                *remarks_on_targets(self.data.train, loss, self._standardizes),
+                *remarks_on_targets(self.data.train, loss, template),
                 *_of_evaluations(evaluator, {"validation": validation_feed, "test": test_feed}),
             ],
             tokens_per_sample=evaluator.tokens_per_sample(train_feed), tuning=tuning, state=TrainState(noise=noise),
@@ -205,7 +205,8 @@ class RunBuilder:
             check_data(self.data.train, "the data set")
             if self._standardizes:
                 statistics = target_statistics(self.data.train, self.arguments.loss)
-                self._make_model = standardizing(self._make_model, *statistics)
+                asked = self.arguments.standardize_targets is True
+                self._make_model = standardizing(self._make_model, *statistics, asked)
             template = seeded_model(self._make_model, self.settings.seed, self.init_from)
             template = self.optimizer.prepared(template).to(self.choices.device)
             given, device = self.arguments.loss, self.choices.device

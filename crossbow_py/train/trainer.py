@@ -91,10 +91,10 @@ class Trainer:
         loss: `f(outputs [B, ...], targets [B, ...])`, a batch mean. None is cross-entropy; or, if forward takes
             `labels` and the data's inputs are dicts, `model_loss`, what the model itself returns.
         standardize_targets: for regression on targets of any unit, floating tensors [N] or [N, D]: what the model
-            returns counts in standard deviations from the mean of the training targets. Two buffers of it,
-            `target_mean` and `target_std`, turn it into the targets' own unit, in which losses, metrics and
-            predictions are. "auto" is where no optimizer is given and the loss is one of torch's for numbers, such as
-            `nn.MSELoss()`.
+            returns counts in standard deviations from the mean of the training targets, and so does the training
+            loss. Two buffers of it, `target_mean` and `target_std`, turn it into the targets' own unit, in which test
+            losses, metrics and predictions are. "auto" is where no optimizer and no `init_from` is given and the loss
+            is torch's squared or absolute error, such as `nn.MSELoss()`.
         metrics: further functions like `loss` to evaluate, by name, or metrics with states, as torchmetrics has them;
             they are in `result.summary.metrics`.
         augmentation: augmentation of training images, uint8 tensors [N, C, H, W].
@@ -194,6 +194,9 @@ class Trainer:
         after_round: Callable[[RoundEnd], int | None] | None = None,
     ) -> Result:
         """Train until the first stop condition is met; a second call continues where the first ended.
+
+        The schedule follows the length of this call's run: the cosine of runs without an optimizer or schedule begins
+        anew where a later end is set, so give a schedule to a run that is continued again and again.
 
         Args:
             max_epochs: passes over the training data, counted since the run began.

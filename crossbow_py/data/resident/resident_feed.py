@@ -19,7 +19,7 @@ from crossbow_py.data.resident.inputs import ResidentInputs
 from crossbow_py.data.sampler import SampleOrder, segments
 
 _AHEAD = 16  # rounds whose picks are put together at once on a CPU, where learners' batches lie apart
-_MOST_AHEAD = 8 * _AHEAD
+_MOST_AHEAD = 2**20  # picks that are kept
 STREAM = 2**48  # positions of one stream, more than the samples of any run
 
 
@@ -101,7 +101,7 @@ class ResidentFeed(Feed):
 
     def _copied(self) -> ResidentFeed:
         other = copy.copy(self)
-        other._ahead = {}
+        other._ahead, other._variants = {}, dict(self._variants)
         return other
 
     def set_variant(self, stream: int, variant: Variant) -> None:
@@ -147,7 +147,7 @@ class ResidentFeed(Feed):
         parts = self._slices([(start, count) for start in starts])
         apart = torch.cat(parts, dim=1).view(-1, len(starts), _AHEAD, self.batch_size)
         rounds = apart.transpose(1, 2).flatten(2).unbind(1)
-        known = self._ahead if len(self._ahead) < _MOST_AHEAD else {}
+        known = self._ahead if len(self._ahead) * rounds[0].numel() < _MOST_AHEAD else {}
         later = (tuple(start + n * self.batch_size for start in starts) for n in range(_AHEAD))
         self._ahead = known | dict(zip(later, rounds, strict=True))
         return rounds[0]

@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 
 from crossbow_py.core.errors import UserError, one_line, raised_at
 from crossbow_py.core.trees import Tree, leaves, map_tree
-from crossbow_py.data.datasets import Collated, MapStyleDataset, is_image_batch, split_item, take
+from crossbow_py.data.datasets import Collated, MapStyleDataset, Pair, is_image_batch, split_item, take
 from crossbow_py.data.randomness import sample_words
 from crossbow_py.data.streaming.streamed_data import BadSample, Key, Loaded, OnSample, StreamedData
 from crossbow_py.data.streaming.worker_processes import says_no_shared_memory
@@ -71,6 +71,60 @@ class ItemData(StreamedData):
     def subset(self, ids: npt.NDArray[np.int64]) -> ItemData:
         subset: Any = take(self.dataset, ids)
         return ItemData(subset)
+
+
+_COMPARED = 64  # samples that are read twice
+_READ = 256  # samples that are put together at once
+
+
+def loaded(dataset: MapStyleDataset, memory_bytes: int) -> Pair:
+    """Return all samples of a data set of items as tensors, inputs [N, ...] and targets [N, ...].
+
+    Args:
+        dataset: a data set that `check_data` has passed.
+        memory_bytes: what the tensors may take.
+
+    Raises:
+        UserError: they take more; items cannot be read or put together; or one of up to 64, spread over the data, is
+            another one when it is read again.
+    """
+    total = len(dataset)
+    places = sorted(set(np.linspace(0, total - 1, min(total, _COMPARED)).astype(int).tolist()))
+    first, again = (_read(dataset, places) for _ in range(2))
+    pairs = zip(leaves(first), leaves(again), strict=True)
+    if not all(torch.equal(own.nan_to_num(), other.nan_to_num()) for own, other in pairs):
+        raise UserError(
+            "a sample of the training data is another one when it is read again, as by a random transform, and members "
+            "read each sample once; leave the transform out, or give augmentation=Augmentation(...)."
+        )
+    needed = total * sum(own.nbytes for own in leaves(first)) // len(places)
+    if needed > memory_bytes:
+        raise UserError(
+            f"the training data take {needed / 2**30:.3g} GiB, and members learn from data in memory, of which there "
+            f"are {memory_bytes / 2**30:.3g} GiB; give fewer samples."
+        )
+    found: Pair = pytree.tree_map(lambda own: own.new_empty(total, *own.shape[1:]), first)
+    for begin in range(0, total, _READ):
+        part = _read(dataset, range(begin, min(begin + _READ, total)))
+        if [own.shape[1:] for own in leaves(part)] != [own.shape[1:] for own in leaves(first)]:
+            raise UserError(f"items from {begin} on have other shapes than item 0; make them the same.")
+        for own, values in zip(leaves(found), leaves(part), strict=True):
+            own[begin : begin + _READ] = values
+    return found
+
+
+def _read(dataset: MapStyleDataset, places: Sequence[int]) -> Pair:
+    """Return samples as tensors; numbers in float64 become float32, as arrays do. Raises UserError."""
+    collate = partial(_collate_by, dataset.collate) if isinstance(dataset, Collated) else _collate
+    items, every = [], dataset.dataset if isinstance(dataset, Collated) else dataset
+    for place in places:
+        try:
+            items.append(every[place])
+        except Exception as error:
+            reason = one_line(error) + raised_at(error)
+            raise UserError(f"item {place} of the data set cannot be read ({reason}).") from error
+    pair: Pair = map_tree(lambda own: own.float() if own.dtype == torch.float64 else own, collate(items, [*places]))
+    return pair
 
 
 def _in_memory_order(inputs: Tensor) -> Tensor:

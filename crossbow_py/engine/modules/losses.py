@@ -19,9 +19,8 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 IGNORED = -100  # targets that cross_entropy leaves out of its mean
 _DISTANCES = tuple(getattr(nn.functional, name) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"))
-_MODULES_OF_DISTANCES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 _FUNCTIONS_OF_VALUES = (*_DISTANCES, nn.functional.binary_cross_entropy_with_logits)
-_MODULES_OF_VALUES = (*_MODULES_OF_DISTANCES, nn.BCEWithLogitsLoss)
+_MODULES_OF_VALUES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss)
 _SCORES = ("logits", "out")  # what models call their scores, those of Hugging Face and of torchvision
 
 
@@ -93,10 +92,10 @@ def takes_classes(loss: Loss) -> bool:
     return function in functions or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
 
 
-def is_distance(loss: Loss) -> bool:
-    """Return whether a loss is one of torch's that compare numbers: squared, absolute, or Huber's."""
+def scales_with_targets(loss: Loss) -> bool:
+    """Return whether a loss is torch's squared or absolute error, which has no threshold in the targets' unit."""
     function, _ = _with_keywords(loss)
-    return function in _DISTANCES or isinstance(function, _MODULES_OF_DISTANCES)
+    return function in (nn.functional.mse_loss, nn.functional.l1_loss) or isinstance(function, nn.MSELoss | nn.L1Loss)
 
 
 def loss_of_rows(loss: Loss) -> Loss | None:

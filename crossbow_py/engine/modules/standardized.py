@@ -118,8 +118,8 @@ def remark_of(mean: Tensor, std: Tensor) -> str:
     """Return what the user is told of them."""
     columns = "" if len(mean) == 1 else f" in the first of {len(mean)} columns"
     return (
-        f"What the model computes counts in standard deviations, {float(std[0]):.4g}, from the mean of the training "
-        f"targets, {float(mean[0]):.4g}{columns}; losses and predictions are in the targets' own unit."
+        f"The model's targets are standardized by a mean of {float(mean[0]):.4g} and a deviation of {float(std[0]):.4g}"
+        f"{columns}, and so is the training loss; test losses, metrics and predictions are in the targets' own unit."
     )
 
 
@@ -128,12 +128,18 @@ def is_standardized(module: nn.Module) -> bool:
     return _in_own_unit in module._forward_hooks.values()
 
 
-def standardizing(make_model: Callable[[], nn.Module], mean: Tensor, std: Tensor) -> Callable[[], nn.Module]:
-    """Return a function that makes the models of `make_model`, standardized if they are not."""
+def standardizing(
+    make_model: Callable[[], nn.Module], mean: Tensor, std: Tensor, asked: bool = True
+) -> Callable[[], nn.Module]:
+    """Return a function that makes the models of `make_model`, standardized if they are not.
+
+    Unless the user `asked` for it, not those that have buffers of these names, which may do it themselves.
+    """
 
     def make() -> nn.Module:
         module = make_model()
         is_done = not isinstance(module, nn.Module) or is_standardized(module)
+        is_done = is_done or (not asked and any(hasattr(module, name) for name in NAMES))
         return module if is_done else standardized(module, mean, std)
 
     return make if callable(make_model) else make_model

@@ -171,7 +171,9 @@ class NativeUpdate(TorchUpdate):
         """
         optimizer, alike = self._alike
         if optimizer is not self.optimizer:
-            alike = not self.optimizer.lists().keys() - {"learning_rate"}
+            # Where there are matrices, other parameters' rates follow from the learner's own base rate too.
+            rates = () if self.optimizer.TAKES_MATRICES else ("learning_rate",)
+            alike = not self.optimizer.lists().keys() - {*rates}
             self._alike = self.optimizer, alike
         if alike:
             made = {step: self._groups(first, step) for step in dict.fromkeys(steps)}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from crossbow_py.core.errors import CheckpointError, UserError
 from crossbow_py.core.files import replacing
 from crossbow_py.distributed.ranks import Ranks
-from crossbow_py.engine.modules.standardized import standardize_as
+from crossbow_py.engine.modules.standardized import NAMES, standardize_as
 from crossbow_py.telemetry.records import DIGESTS, read_summary
 
 MODEL_FILE = "model.safetensors"  # in the folder of a run with one model
@@ -98,6 +98,8 @@ def load_weights(
     standardize_as(module, values)
     own = module.state_dict(keep_vars=True)
     wrong = _unfitting(own, values)
+    if wrong and wrong.startswith(NAMES) and not any(name in values for name in NAMES):
+        raise CheckpointError(f"{key}={path} is of a model of plain targets; set standardize_targets=False.")
     if wrong:
         raise CheckpointError(f"{key}={path} does not fit {model}: {wrong}; {remedy}.")
     with torch.no_grad():

@@ -20,12 +20,12 @@ from crossbow_py.engine.modules.losses import (
     IGNORED,
     Loss,
     ignored_target,
-    is_distance,
     model_loss,
+    scales_with_targets,
     scores_of,
     takes_classes,
 )
-from crossbow_py.engine.modules.standardized import comparison, remark_of, statistics_of
+from crossbow_py.engine.modules.standardized import NAMES, comparison, is_standardized, remark_of, statistics_of
 from crossbow_py.engine.trust.side_effects import graph_nodes
 
 L = TypeVar("L", bound=Callable[..., Any])
@@ -65,12 +65,12 @@ def loss_on(device: torch.device, loss: Loss) -> Loss:
     return settled
 
 
-def remarks_on_targets(data: Data, loss: Loss, standardize: bool) -> list[str]:
-    """Return what models standardize, or whether targets are so large that weights take thousands of steps there."""
+def remarks_on_targets(data: Data, loss: Loss, template: nn.Module | None = None) -> list[str]:
+    """Return what a model standardizes by, or whether targets are so large that weights take long to get there."""
     pair = as_pair(data)
-    if standardize:
-        return [remark_of(*target_statistics(data, loss))]
-    if pair is None or takes_classes(loss) or not pair[1].is_floating_point():
+    if template is not None and is_standardized(template):
+        return [remark_of(*(getattr(template, name) for name in NAMES))]
+    if pair is None or takes_classes(loss) or not pair[1].is_floating_point() or pair[1].ndim > 2:
         return []
     mean, deviation = float(pair[1].double().mean()), float(pair[1].double().std(correction=0))
     if not max(abs(mean), deviation) > _LARGE:
@@ -92,7 +92,7 @@ def standardizes(asked: bool | Literal["auto"], data: Data, loss: Loss | None) -
         return asked
     pair = as_pair(data)
     fits = pair is not None and pair[1].is_floating_point() and pair[1].ndim <= 2
-    return fits and loss is not None and is_distance(loss)
+    return fits and loss is not None and scales_with_targets(loss)
 
 
 def target_statistics(

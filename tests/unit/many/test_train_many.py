@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-import crossbow_py.many.train_many as train_many_module
-from crossbow_py import SGD, AdamW, Augmentation, Collated, Independent, Trainer, UserError
+from crossbow_py import SGD, AdamW, Augmentation, Collated, Independent, Muon, Trainer, UserError
 from crossbow_py.data.sampler import epoch_order
+from crossbow_py.data.streaming.items import loaded
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.many.loop import ManyLoop
 from crossbow_py.many.members import Fold, Member, folds
@@ -39,16 +39,29 @@ def make(width: int = 6) -> nn.Module:
 class Items(Dataset[Any]):
     """The blobs, item by item, in types that PyTorch's loaders take."""
 
+    def __init__(self, count: int = 60) -> None:
+        self.count, self.reads = count, 0
+
     def __len__(self) -> int:
-        return 60
+        return self.count
 
     def __getitem__(self, index: int) -> Any:
-        return DATA[0][index].numpy(), int(DATA[1][index])
+        self.reads += 1
+        return {"x": DATA[0][index % 60].numpy(), "ids": [index, 1], "labels": int(DATA[1][index % 60])}
 
 
-class Random(Items):
+class Images(Items):
     def __getitem__(self, index: int) -> Any:
-        return torch.rand(4), 0
+        item = super().__getitem__(index)
+        return item["x"], item["labels"]
+
+
+class Flipped(Images):
+    """Some of whose items are turned round at random."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return (-x if np.random.default_rng().random() < 0.1 else x), y
 
 
 def train(members: Any, **given: Any) -> Results:
@@ -124,8 +137,8 @@ def test_members_of_other_architectures_and_batch_sizes_train_in_packs_of_their_
         assert_equal({**found[number].model.state_dict()}, alone(member, DATA, number))
 
 
-@pytest.mark.parametrize("data", [Items(), Collated(Items(), default_collate)])
-def test_data_set_of_items_is_read_once_and_has_subsets_of_rows(data: Any) -> None:
+@pytest.mark.parametrize("data", [Images(), Collated(Images(), default_collate)])
+def test_data_set_of_items_is_read_into_memory_and_has_subsets_of_rows(data: Any) -> None:
     found = train([Member(subset=HALF), Member()], data=data)
     expected = train([Member(subset=HALF), Member()])
     for own, other in zip(found, expected, strict=True):
@@ -133,10 +146,19 @@ def test_data_set_of_items_is_read_once_and_has_subsets_of_rows(data: Any) -> No
     assert "All 60 samples of the training data were read into memory." in found.notes
 
 
-def test_data_set_that_memory_does_not_hold_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_many_module, "_MEMORY_SHARE", 1e-15)
-    with pytest.raises(UserError, match=r"the training data take 0.0 GiB, and members learn from data in memory"):
-        train(1, data=Items())
+def test_items_are_put_together_as_runs_do_and_read_once_but_for_some() -> None:
+    items = Items(600)
+    inputs, targets = loaded(items, 2**20)
+    assert [own.shape for own in inputs.values()] == [(600, 2), (600, 4)] and targets.shape == (600,)
+    assert inputs["ids"][599].tolist() == [599, 1] and targets[599] == DATA[1][59]
+    assert items.reads == 600 + 2 * 64
+
+
+def test_data_set_that_memory_does_not_hold_is_refused_before_it_is_read() -> None:
+    items = Images(6000)
+    with pytest.raises(UserError, match=r"the training data take .* GiB, and members learn from data in memory"):
+        loaded(items, 1000)
+    assert items.reads < 200
 
 
 def test_makers_that_differ_only_as_objects_share_a_pack() -> None:
@@ -144,6 +166,16 @@ def test_makers_that_differ_only_as_objects_share_a_pack() -> None:
     members = [Member(model=partial(make, 9)) for _ in range(3)]
     train(members, progress=lambda loop: packs.add(loop.packs.count))
     assert packs <= {0, 1}
+
+
+def test_muons_other_rates_follow_from_each_members_own() -> None:
+    def deep() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+
+    members = [Member(optimizer=Muon(learning_rate=rate)) for rate in (0.005, 0.05, 0.02)]
+    serial, fused = (train(members, model=deep, executor=own, max_epochs=1) for own in ("serial", "fused"))
+    for own, other in zip(serial, fused, strict=True):
+        assert_equal({**own.model.state_dict()}, {**other.model.state_dict()}, 1e-3)
 
 
 # --- losses and metrics --------------------------------------------------------------------------------------------
@@ -523,8 +555,9 @@ def test_members_that_cannot_be_are_refused_by_name(members: Any, message: str) 
         ({"batch_size": 0}, "batch_size"),
         ({"loss": nn.MSELoss(), "label_smoothing": 0.1}, "member 0: label_smoothing is for cross-entropy, got another"),
         ({"loss": nn.MSELoss()}, "the loss cannot take the model's output"),
-        ({"data": [(torch.zeros(4 + n % 2), 0) for n in range(300)]}, "samples 0 to 255 of the training data cannot"),
-        ({"data": Random()}, "is another one when it is read again, as by a random transform"),
+        ({"data": [(torch.zeros(4 + n % 2), 0) for n in range(300)]}, "samples of the data set cannot be stacked"),
+        ({"data": [(torch.zeros(4 + (n == 299)), 0) for n in range(300)]}, "cannot be stacked"),
+        ({"data": Flipped()}, "is another one when it is read again, as by a random transform"),
         ({"test_data": (torch.zeros(5, 7), torch.zeros(5).long())}, "the model cannot take the test data, inputs"),
     ],
 )

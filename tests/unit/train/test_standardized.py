@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from crossbow_py import SGD, AdamW, Independent, Member, Search, Trainer, UserError, load_models, train_many
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.engine.modules.losses import loss_of_rows
 from crossbow_py.engine.modules.precision import FP64
+from crossbow_py.engine.modules.standardized import is_standardized as is_done
 from crossbow_py.engine.modules.standardized import statistics_of
 from crossbow_py.schedules import Constant, Cosine
 from crossbow_py.train import run_settings
@@ -87,6 +89,11 @@ def test_run_predicts_in_the_unit_of_its_targets_and_so_do_its_files(tmp_path: P
     (loaded,) = load_models(tmp_path, model=linear)
     assert torch.equal(loaded(INPUTS), predicted)
     (file,) = tmp_path.glob("*.safetensors")
+    save_file(seeded_model(linear, 0, None).state_dict(), tmp_path / "plain.safetensors")
+    plain = trainer(optimizer=None, init_from=tmp_path / "plain.safetensors")
+    assert not is_done(plain.run.evaluator.template)
+    with pytest.raises(UserError, match="is of a model of plain targets; set standardize_targets=False"):
+        trainer(standardize_targets=True, init_from=tmp_path / "plain.safetensors")
     again = trainer(test=DATA, init_from=file)  # a model that goes on counts as it did
     again.fit(max_rounds=1)
     assert (again.predict(INPUTS).outputs - predicted).abs()[:, 0].max() < 1
@@ -108,6 +115,12 @@ def test_single_column_may_lack_its_dimension() -> None:
         assert found[1].test_loss < 25.0
 
 
+class Named(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.target_mean = 0.0
+
+
 @pytest.mark.parametrize(
     ("given", "is_standardized"),
     [
@@ -115,6 +128,8 @@ def test_single_column_may_lack_its_dimension() -> None:
         ({}, False),
         ({"optimizer": None, "standardize_targets": False}, False),
         ({"optimizer": None, "loss": nn.BCEWithLogitsLoss()}, False),
+        ({"optimizer": None, "loss": nn.HuberLoss()}, False),  # whose threshold is in the targets' unit
+        ({"optimizer": None, "model": Named}, False),
         ({"optimizer": None, "loss": lambda output, targets: (output - targets).abs().mean()}, False),
     ],
 )
@@ -123,16 +138,25 @@ def test_only_runs_whose_optimizer_is_not_given_standardize_by_themselves(
 ) -> None:
     data = INPUTS, (TARGETS.mean(0) < TARGETS).float()
     model = trainer(data, **given).fit(max_rounds=1).model
-    many = train_many(linear, data, members=1, max_rounds=1, **options(**given))[0].model
-    assert {hasattr(model, "target_mean"), hasattr(many, "target_mean")} == {is_standardized}
+    many = train_many(given.pop("model", linear), data, members=1, max_rounds=1, **options(**given))[0].model
+    assert {is_done(model), is_done(many)} == {is_standardized}
 
 
 def test_member_with_an_optimizer_of_its_own_keeps_the_numbers_of_plain_pytorch() -> None:
-    found = train_many(
-        linear, DATA, members=[Member(), Member(optimizer=SGD(learning_rate=1e-6))], max_rounds=1,
-        **options(optimizer=None),
-    )  # fmt: skip
-    assert not any(hasattr(each.model, "target_mean") for each in found)
+    members = [Member(), Member(seed=1, optimizer=SGD(learning_rate=1e-6))]
+    found = train_many(linear, DATA, members=members, max_rounds=1, **options(optimizer=None))
+    assert [hasattr(each.model, "target_mean") for each in found] == [True, False]
+    plain = train_many(linear, DATA, members=members[1:], max_rounds=1, **options(optimizer=None))
+    assert torch.equal(found[1].model.weight, plain[0].model.weight)
+    assert [hasattr(each.model, "target_mean") for each in plain] == [False]
+
+
+def test_members_of_different_units_are_not_ranked_by_their_training_losses() -> None:
+    wide, narrow = torch.randn(40, 1), torch.randn(40, 1)
+    data = INPUTS.repeat(2, 1)[:80], torch.cat([1000 * wide, narrow])
+    members = [Member(subset=range(40)), Member(subset=range(40, 80))]
+    found = train_many(lambda: linear(1), data, members=members, max_epochs=1, **options(optimizer=None))
+    assert [each.name for each in found.best_first()] == ["0", "1"]
 
 
 def test_search_standardizes_by_the_training_part() -> None:
@@ -149,12 +173,6 @@ def test_statistics_by_hand() -> None:
     mean, std = statistics_of(torch.tensor([[1.0, 7.0], [3.0, 7.0], [100.0, 0.0]]), np.array([0, 1, 1, 1]))
     assert mean.tolist() == [2.5, 7.0]
     assert std.tolist() == pytest.approx([0.75**0.5, 1.0])  # a column that is all the same is only shifted
-
-
-class Named(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 2)
-        self.target_mean = 0.0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.averaging import SMA, AveragingRule
+from crossbow_py.averaging import SMA, AveragingRule, Independent
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.engine.bank.layout import TrainedRow
 from crossbow_py.engine.bank.replicas import ReplicaBank
@@ -106,6 +106,18 @@ def test_native_round_of_all_learners_in_one_pass_equals_learner_by_learner_bit_
     update.correct_all(StackedRows(at_once), averaging, steps, moves=True)
     for ours, expected in zip(values_of(at_once), values_of(by_row), strict=True):
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_learners_whose_rates_alone_differ_step_by_their_own(kind):
+    optimizer = kind(learning_rate=(0.02, 0.04, 0.01))
+    steps = [Step(0.02, 3), Step(0.02, 3), Step(0.01, 3)]
+    by_row, at_once = (random_bank(optimizer, FP32, 3) for _ in range(2))
+    reference, update = TorchUpdate(optimizer, Independent()), NativeUpdate(optimizer, Independent(), load())
+    for learner, step in enumerate(steps):
+        reference.correct(learner, by_row.trained_row(learner), None, step)
+    update.correct_all(StackedRows(at_once), None, steps, moves=False)
+    torch.testing.assert_close(at_once.weights.storage, by_row.weights.storage, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

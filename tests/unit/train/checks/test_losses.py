@@ -242,5 +242,5 @@ def test_tokens_that_are_their_own_targets_are_refused_and_shares_of_classes_tra
 @pytest.mark.parametrize(("scale", "loss", "is_said"), [(1e5, nn.MSELoss(), True), (10.0, nn.MSELoss(), False)])
 def test_targets_that_weights_take_long_to_reach_are_said(scale: float, loss: nn.Module, is_said: bool) -> None:
     data = torch.randn(8, 3), torch.arange(8.0)[:, None] * scale
-    found = remarks_on_targets(data, loss, standardize=False)
+    found = remarks_on_targets(data, loss)
     assert found == [] if not is_said else "a mean of 3.5e+05 and a standard deviation of 2.29e+05" in found[0]
