@@ -216,6 +216,11 @@ class Pack:
         return mixing(batch, position)
 
     @property
+    def executor(self) -> str:
+        """The name of what runs its rounds; empty once it is closed."""
+        return "" if self._engine is None else self._engine.name
+
+    @property
     def _bank(self) -> ReplicaBank:
         assert self._engine is not None, "the pack is open"
         return self._engine.bank

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -25,6 +26,7 @@ from crossbow_py.packs.pack import Pack, PackJob, TrialRow
 from crossbow_py.packs.trial import Checkpoint
 from crossbow_py.packs.trial_registry import Described, TrialRegistry
 from crossbow_py.train.evaluation.evaluator import Evaluation, evaluate_in_memory
+from crossbow_py.train.tuning.busy_cores import BusyCores, busy_cores
 
 Failures = dict[int, Exception]  # by the position of the pack
 _PAUSE_S = 1e-4  # between looks at what runs
@@ -73,6 +75,8 @@ class Packs:
         self._job, self._registry, self._message = job, registry, message
         self._device = job.choices.device
         self._packs: dict[str, Pack] = {}
+        self._watch: tuple[str, BusyCores | None] = "", None  # of the executor of a pack that trains alone
+        self._train_s = 0.0
 
     @property
     def count(self) -> int:
@@ -123,12 +127,33 @@ class Packs:
     def advance(self, is_enough: Callable[[], bool]) -> dict[str, Exception]:
         """Train all packs until a segment is over, or it is enough. Returns why packs failed, by key."""
         packs = list(self._packs.items())
-        failures = advance([pack for _, pack in packs], is_enough, device=self._device)
+        if len(packs) == 1 and packs[0][1].executor != self._watch[0]:
+            self._end_watch()
+            self._watch = packs[0][1].executor, busy_cores(packs[0][1].executor, self._device.type)
+        elif len(packs) > 1:
+            self._end_watch()
+        begun = time.perf_counter()
+        failures = advance([pack for _, pack in packs], is_enough, partial(self._look, begun), device=self._device)
+        self._train_s += time.perf_counter() - begun
         for _, pack in packs:
             for note in pack.notes:
                 self._message(note)
             pack.notes.clear()
         return {packs[number][0]: error for number, error in failures.items()}
+
+    def _look(self, begun: float, pack: Pack) -> None:
+        """Have threads sleep while they wait, if other programs have taken cores, after a round of the only pack."""
+        watch = self._watch[1]
+        if watch is not None:
+            images = sum(member.settings.batch_size for member in pack.members)
+            said = watch.after_round(images, len(pack.members), self._train_s + time.perf_counter() - begun)
+            if said:
+                self._message(said)
+
+    def _end_watch(self) -> None:
+        if self._watch[1] is not None:
+            self._watch[1].stop()
+        self._watch = "", None
 
     def park(self) -> bool:
         """Save all trials on the host, and close the packs, which are drained, for what needs their memory.
@@ -227,6 +252,7 @@ class Packs:
 
     def close(self) -> None:
         """Close all. Does not raise."""
+        self._end_watch()
         for key in list(self._packs):
             self.end(key)
 
@@ -254,7 +280,10 @@ def verdict(error: Exception, num_trials: int, is_beside: bool, device: torch.de
     return "narrower" if is_short else "apart"
 
 
-def advance(packs: Sequence[Pack], is_enough: Callable[[], bool], *, device: torch.device) -> Failures:
+def advance(
+    packs: Sequence[Pack], is_enough: Callable[[], bool], after: Callable[[Pack], None] = lambda _: None,
+    *, device: torch.device,
+) -> Failures:  # fmt: skip
     """Train all packs until a segment of any of them is over, or it is enough; afterwards all are drained.
 
     Operators that a pack's thread runs itself take a share of a CPU's cores. Executors with threads of their own keep
@@ -262,10 +291,11 @@ def advance(packs: Sequence[Pack], is_enough: Callable[[], bool], *, device: tor
     a pack comes or goes.
 
     Every pack goes at its own pace: on a CPU in a thread of its own, on CUDA, where rounds are only enqueued, in turn
-    with those that are through with theirs. What raises ends its own pack's rounds and is returned.
+    with those that are through with theirs. What raises ends its own pack's rounds and is returned. `after` is called
+    after each round where a single pack trains.
     """
     if len(packs) == 1 or device.type == "cuda":
-        return _in_turn(packs, is_enough)
+        return _in_turn(packs, is_enough, after)
     stop = threading.Event()
     share = max(1, torch.get_num_threads() // len(packs))
     with ThreadPoolExecutor(len(packs), "crossbow pack", lambda: torch.set_num_threads(share)) as pool:
@@ -285,7 +315,7 @@ def _alone(pack: Pack, is_enough: Callable[[], bool], stop: threading.Event) -> 
     return None
 
 
-def _in_turn(packs: Sequence[Pack], is_enough: Callable[[], bool]) -> Failures:
+def _in_turn(packs: Sequence[Pack], is_enough: Callable[[], bool], after: Callable[[Pack], None]) -> Failures:
     """A round for every pack that has none to wait for, again and again: a slow pack holds up no fast one."""
     failures: Failures = {}
     goes_on = True
@@ -295,6 +325,8 @@ def _in_turn(packs: Sequence[Pack], is_enough: Callable[[], bool]) -> Failures:
             try:
                 if len(packs) == 1 or pack.is_ready():
                     goes_on, is_idle = pack.step() and goes_on, False
+                    if len(packs) == 1:
+                        after(pack)
             except Exception as error:
                 failures[number] = error
                 goes_on = False

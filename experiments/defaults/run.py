@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from crossbow_py import SGD, AdamW, Member, Trainer, train_many
 from experiments.bench.machine import ROOT, usable_cores
 from experiments.bench.program import count, measure_and_write, measuring_parser
+from experiments.many_models.run import beside
 from experiments.tables.markdown import markdown_table
 
 TASKS = ("regression", "classification")
@@ -81,10 +81,7 @@ def tuned(task: str, seeds: int, epochs: int) -> list[dict[str, Any]]:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     runs = []
     for busy in (0, usable_cores()):
-        with ExitStack() as stack:
-            for _ in range(busy):
-                other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-                stack.callback(other.kill)
+        with beside(busy):
             for task in TASKS:
                 for seed in range(given.seeds):
                     words = [sys.executable, str(Path(__file__)), "--run", task, str(seed), str(given.epochs)]

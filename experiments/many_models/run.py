@@ -12,7 +12,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--tasks", choices=TASKS, nargs="+", default=[*TASKS], help="default: all")
     add("--repetitions", type=count, default=3, help="of every side, in turns (default %(default)s)")
+    add("--busy", type=int, default=0, help="programs that compute beside all the time (default %(default)s)")
     add("--quick", action="store_true", help="twenty times less data and a single epoch")
     return measure_and_write(parser, argv, measure, result_text)
 
@@ -60,6 +62,23 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Each side in processes of its own, in turns; the first call of `many` measures its packs, and is kept apart."""
     runs: list[dict[str, Any]] = []
     places = [(task, side) for task in given.tasks for side in TASKS[task][1]]
+    with beside(given.busy):
+        _repeat(given, places, runs)
+    return {"runs": runs, "busy": given.busy}
+
+
+@contextmanager
+def beside(number: int) -> Iterator[None]:
+    """Have programs compute beside the block."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for each in others:
+            each.kill()
+
+
+def _repeat(given: argparse.Namespace, places: Sequence[tuple[str, str]], runs: list[dict[str, Any]]) -> None:
     for repetition in range(-1, given.repetitions):
         for task, side in places:
             threads = ("1", "2") if side == PLAIN else ("",)
@@ -70,7 +89,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
                 found = facts | {"load_before": os.getloadavg()[0]} | _job(task, side, own, given.quick)
                 runs.append(found)
                 print(f"{task} {side} {own}: {found['seconds']:.1f} s", file=sys.stderr)
-    return {"runs": runs}
 
 
 def _job(task: str, side: str, threads: str, quick: bool) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from crossbow_py.many.loop import ManyLoop
 from crossbow_py.many.members import Fold, Member, folds
 from crossbow_py.many.results import MemberResult, Results
 from crossbow_py.many.train_many import train_many
+from crossbow_py.packs import slots
 from crossbow_py.train import run_settings
 from crossbow_py.train.checks.seeded_model import seeded_model
 from tests.trainers import blobs
@@ -176,6 +177,32 @@ def test_muons_other_rates_follow_from_each_members_own() -> None:
     serial, fused = (train(members, model=deep, executor=own, max_epochs=1) for own in ("serial", "fused"))
     for own, other in zip(serial, fused, strict=True):
         assert_equal({**own.model.state_dict()}, {**other.model.state_dict()}, 1e-3)
+
+
+class Watch:
+    """Stands in for `BusyCores`."""
+
+    def __init__(self) -> None:
+        self.rounds: list[tuple[int, int]] = []
+        self.stops = 0
+
+    def after_round(self, images: int, num_learners: int, training_s: float) -> str:
+        assert training_s > 0
+        self.rounds.append((images, num_learners))
+        return "Threads sleep." if len(self.rounds) == 3 else ""
+
+    def stop(self) -> None:
+        self.stops += 1
+
+
+def test_threads_of_the_only_pack_may_sleep_beside_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    watches: list[Watch] = []
+    monkeypatch.setattr(slots, "busy_cores", lambda executor, kind: watches.append(Watch()) or watches[-1])
+    found = train([Member(subset=HALF), Member(subset=HALF)], max_epochs=1)
+    (watch,) = watches
+    assert watch.rounds == [(16, 2)] * 4 and watch.stops == 1 and "Threads sleep." in found.notes
+    train([Member(), Member(batch_size=4)], max_epochs=1)  # two packs share the cores
+    assert all(own.stops == 1 and {each for each, _ in own.rounds} <= {4, 8} for own in watches[1:])
 
 
 # --- losses and metrics --------------------------------------------------------------------------------------------
