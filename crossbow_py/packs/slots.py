@@ -325,7 +325,7 @@ def _in_turn(packs: Sequence[Pack], is_enough: Callable[[], bool], after: Callab
             try:
                 if len(packs) == 1 or pack.is_ready():
                     goes_on, is_idle = pack.step() and goes_on, False
-                    if len(packs) == 1:
+                    if goes_on and len(packs) == 1:
                         after(pack)
             except Exception as error:
                 failures[number] = error

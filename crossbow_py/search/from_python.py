@@ -166,8 +166,7 @@ class Search:
                 check_data(data, f"the {what}")
         self._kept: list[Given] = []
         asked = False if standardize_targets == "auto" and optimizer is not None else standardize_targets
-        assert train is not None, "it was checked"
-        self._standardizes = standardizes(asked, train, loss)
+        self._standardizes = train is not None and standardizes(asked, train, loss)
         self._make, self._has_test = model, test is not None or validation is not None
         parts = [train, test or validation or train, *([] if validation is None else [validation])]
         fraction = 0.1 if validation is None else 0.0

@@ -86,7 +86,7 @@ class Trainer:
             is `SGD(learning_rate=0.03)` for cross-entropy and losses that models return, and
             `AdamW(learning_rate=0.01)` for others.
         schedule: the learning rate as a function of samples seen; or a name. None is constant; without an optimizer a
-            cosine to zero, if the run's length is known.
+            cosine to zero, if the run's length is known, which begins anew where a second `fit` sets a later end.
         averaging: the rule that keeps learners together; or a name.
         loss: `f(outputs [B, ...], targets [B, ...])`, a batch mean. None is cross-entropy; or, if forward takes
             `labels` and the data's inputs are dicts, `model_loss`, what the model itself returns.
@@ -194,9 +194,6 @@ class Trainer:
         after_round: Callable[[RoundEnd], int | None] | None = None,
     ) -> Result:
         """Train until the first stop condition is met; a second call continues where the first ended.
-
-        The schedule follows the length of this call's run: the cosine of runs without an optimizer or schedule begins
-        anew where a later end is set, so give a schedule to a run that is continued again and again.
 
         Args:
             max_epochs: passes over the training data, counted since the run began.

@@ -76,6 +76,7 @@ def beside(number: int) -> Iterator[None]:
     finally:
         for each in others:
             each.kill()
+            each.wait()
 
 
 def _repeat(given: argparse.Namespace, places: Sequence[tuple[str, str]], runs: list[dict[str, Any]]) -> None:
