@@ -82,7 +82,9 @@ def beside(number: int) -> Iterator[None]:
 def _repeat(given: argparse.Namespace, places: Sequence[tuple[str, str]], runs: list[dict[str, Any]]) -> None:
     for repetition in range(-1, given.repetitions):
         for task, side in places:
-            threads = ("1", "2") if side == PLAIN else ("",)
+            threads: tuple[str, ...] = ("",)
+            if side == PLAIN:
+                threads = ("1",) if given.busy else ("1", "2")  # two that wait for each other take minutes then
             if repetition < 0 and side not in ("many", BY_WIDTH):
                 continue
             for own in threads:
