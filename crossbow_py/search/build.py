@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -78,7 +78,7 @@ class SearchRun:
 
     def __init__(
         self, config: SearchConfig, folder: SearchFolder, listeners: Sequence[SearchListener] = (),
-        loss: Loss = nn.functional.cross_entropy, standardize_targets: bool = False,
+        loss: Loss = nn.functional.cross_entropy, standardize_targets: bool | Literal["auto"] = False,
     ) -> None:  # fmt: skip
         self._begun = time.perf_counter()
         self._closing = ExitStack()
@@ -167,7 +167,9 @@ class SearchRun:
 
         return TrialSettings(
             seed=own.seed,
-            make_model=make_model if self._targets is None else standardizing(make_model, *self._targets),
+            make_model=make_model if self._targets is None else standardizing(
+                make_model, *self._targets, asked=self._standardizes is True
+            ),
             model_key=json.dumps([own.model.NAME, model], sort_keys=True, default=str),
             batch_size=own.batch_size,
             optimizer=own.optimizer,

@@ -166,7 +166,7 @@ class Search:
                 check_data(data, f"the {what}")
         self._kept: list[Given] = []
         asked = False if standardize_targets == "auto" and optimizer is not None else standardize_targets
-        self._standardizes = train is not None and standardizes(asked, train, loss)
+        self._standardizes = asked if train is not None and standardizes(asked, train, loss) else False
         self._make, self._has_test = model, test is not None or validation is not None
         parts = [train, test or validation or train, *([] if validation is None else [validation])]
         fraction = 0.1 if validation is None else 0.0

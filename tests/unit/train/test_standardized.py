@@ -169,6 +169,15 @@ def test_search_standardizes_by_the_training_part() -> None:
     assert (found.model.target_mean - TARGETS.mean(0)).abs()[0] > 0  # type: ignore[operator, union-attr]
 
 
+def test_search_leaves_models_alone_that_have_such_a_buffer_themselves() -> None:
+    pytest.importorskip("optuna")
+    found = Search(
+        Named, DATA, space={"optimizer.weight_decay": [0.0, 0.1]}, loss=nn.MSELoss(), max_epochs=1, batch_size=8,
+        num_trials=1, method="none", executor="serial", device="cpu",
+    ).run()  # fmt: skip
+    assert found.model is not None and not is_done(found.model)
+
+
 def test_statistics_by_hand() -> None:
     mean, std = statistics_of(torch.tensor([[1.0, 7.0], [3.0, 7.0], [100.0, 0.0]]), np.array([0, 1, 1, 1]))
     assert mean.tolist() == [2.5, 7.0]
