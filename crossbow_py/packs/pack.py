@@ -106,13 +106,14 @@ class Pack:
         feed: gives training batches of their size; closed with the pack.
         members: at least one.
         num_outputs: C, of a model whose batches are mixed; else None.
+        shares_base: whether frozen parameters are the same for all.
 
     Raises LearnerError, MemoryError or RuntimeError from rounds that fail for all; see `Executor.submit`.
     """
 
     def __init__(
         self, job: PackJob, signature: str, template: nn.Module, feed: Feed, members: Sequence[TrialRow],
-        num_outputs: int | None = None,
+        num_outputs: int | None = None, shares_base: bool = True,
     ) -> None:  # fmt: skip
         self.job, self.signature, self.template, self.feed = job, signature, template, feed
         first = members[0].settings.optimizer
@@ -121,6 +122,7 @@ class Pack:
         )
         self.members: list[TrialRow] = []
         self._engine: _Engine | None = None
+        self._shares_base = shares_base
         self._num_outputs, self._mixings = num_outputs, dict[int, Mixing]()  # by stream
         if num_outputs is not None:
             feed.mixing = self._mix
@@ -162,7 +164,9 @@ class Pack:
             self.feed.serve(len(rows))
         job, first = self.job, members[0].settings
         name = job.choose_executor(self.signature, len(rows))
-        bank = new_bank(self.template, len(rows), name, job.settings, job.choices, first.optimizer)
+        bank = new_bank(
+            self.template, len(rows), name, job.settings, job.choices, first.optimizer, shares_base=self._shares_base
+        )
         tasks = RoundTasks(
             bank, update=self._update, feed=self.feed, loss=job.loss, seed=first.seed, collective=Collective()
         )
@@ -284,7 +288,7 @@ class Pack:
     def drain(self) -> None:
         """Wait for what is in flight; after that, members may be measured and exchanged."""
         self._absorb(self._executor.drain())
-        self._bank.check_bindings(averages=False)
+        self._bank.check_bindings(averages=self._bank.base.is_shared)
         self.notes += [*take_all(self._executor.notes), *self.feed.take_notes()]
 
     # --- results ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from crossbow_py.core.trees import Tree, call, in_format
 from crossbow_py.engine.modules.dropout import dropout_rates
 from crossbow_py.engine.trust import compare
 from crossbow_py.engine.update.optimizers import SGD, AdamW
-from crossbow_py.packs.trial import Row, TrialSettings
+from crossbow_py.packs.trial import Row, TrialSettings, frozen_values
 
 SHARE = 0.5  # of the widest model's parameters: what a model has at least to take part in its packs
 _GATES = {"LSTM": 4, "GRU": 3}  # blocks of hidden_size outputs, one behind the other
@@ -93,7 +93,7 @@ class Padding:
 
 def _mapped(row: Row, function: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Row:
     state = {name: function(values) for name, values in row["state"].items()}
-    return {**row, "weights": function(row["weights"]), "buffers": function(row["buffers"]), "state": state}
+    return {**row, **{part: function(row[part]) for part in ("weights", "frozen", "buffers")}, "state": state}
 
 
 def family(settings: TrialSettings, model: nn.Module) -> str | None:
@@ -102,7 +102,10 @@ def family(settings: TrialSettings, model: nn.Module) -> str | None:
         return None
     tensors = [(name, value.ndim, str(value.dtype), value.requires_grad) for name, value in _named(model)]
     modules = [(name, type(own).__qualname__) for name, own in model.named_modules()]
-    facts = (tensors, modules, settings.batch_size, settings.optimizer.shared(), settings.augmentation.mixes)
+    facts = (
+        tensors, modules, settings.batch_size, settings.optimizer.shared(), settings.augmentation.mixes,
+        frozen_values(model),
+    )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

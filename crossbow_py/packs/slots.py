@@ -111,7 +111,7 @@ class Packs:
                 self._packs[key] = Pack(  # no local name: the feed of one that fails would live on beside the next
                     self._job, signature, self._registry.template(signature),
                     self._registry.data.feed_of(members[0].settings.batch_size), members,
-                    self._registry.num_outputs(signature),
+                    self._registry.num_outputs(signature), self._registry.shares_base(signature),
                 )  # fmt: skip
                 if warning := self._packs[key].warning:
                     self._message(warning)

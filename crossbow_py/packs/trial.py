@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.sampler import SampleOrder
-from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.bank.frozen_base import frozen_parameters
+from crossbow_py.engine.bank.replicas import ReplicaBank, checksum
 from crossbow_py.engine.modules.dropout import dropout_rates
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.train.checks.seeded_model import seeded_model
@@ -62,19 +63,19 @@ class Checkpoint:
     @property
     def state(self) -> dict[str, Tensor]:
         """The model's state dict, tied parameters once, on the host."""
-        stacked = {**self.row["weights"], **self.row["buffers"]}
+        stacked = {**self.row["weights"], **self.row["frozen"], **self.row["buffers"]}
         return {**{name: value[0] for name, value in stacked.items()}, **self.row["integer_buffers"][0]}
 
     def with_state(self, state: Mapping[str, Tensor]) -> Checkpoint:
         """Return the checkpoint with other weights and buffers."""
         row = {**self.row, "integer_buffers": [{n: state[n] for n in self.row["integer_buffers"][0]}]}
-        for part in ("weights", "buffers"):
+        for part in ("weights", "frozen", "buffers"):
             row[part] = {name: state[name].unsqueeze(0) for name in self.row[part]}
         return replace(self, row=row)
 
 
 def signature(settings: TrialSettings, model: nn.Module) -> str:
-    """Return a text that is equal for trials that can share a bank.
+    """Return a text that is equal for trials that can share a bank, but for the values of what is frozen.
 
     Each may have its own rate of dropout where all of its dropout layers have one rate, which is not 0.
     """
@@ -93,6 +94,16 @@ def signature(settings: TrialSettings, model: nn.Module) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
+def frozen_values(model: nn.Module) -> str | None:
+    """Return a text that is equal for models whose frozen parameters are equal; None for a model without any."""
+    found = frozen_parameters(model)
+    if not found:
+        return None
+    wide = {name: own.detach().to(torch.promote_types(own.dtype, torch.float32)) for name, own in found.items()}
+    sums = [(name, checksum(values.flatten())) for name, values in wide.items()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+
+
 def own_dropout_rate(model: nn.Module) -> float | None:
     """Return the rate of all dropout layers of a model; None if there are several rates, or no such layer."""
     rates = set(dropout_rates(model))
@@ -101,10 +112,15 @@ def own_dropout_rate(model: nn.Module) -> float | None:
 
 def new_row(model: nn.Module, state_names: tuple[str, ...]) -> Row:
     """Return the row of a learner that begins as `model`."""
-    weights = {name: value.detach().unsqueeze(0) for name, value in model.named_parameters()}
+    parameters = {name: own for name, own in model.named_parameters() if own.requires_grad}
+    weights, frozen = (
+        {name: value.detach().unsqueeze(0) for name, value in named.items()}
+        for named in (parameters, frozen_parameters(model))
+    )
     buffers = dict(model.named_buffers())
     return {
         "weights": weights,
+        "frozen": frozen,
         "state": {state: {name: torch.zeros_like(value) for name, value in weights.items()} for state in state_names},
         "buffers": {name: value.unsqueeze(0) for name, value in buffers.items() if value.is_floating_point()},
         "integer_buffers": [{name: value for name, value in buffers.items() if not value.is_floating_point()}],
@@ -115,12 +131,10 @@ def new_row(model: nn.Module, state_names: tuple[str, ...]) -> Row:
 
 def read_row(bank: ReplicaBank, row: int) -> Row:
     """Return a copy of a learner's row, on the host."""
-    state = bank.learner_state(row)
-    buffers = bank.buffers.shaped(row)
-    weights = bank.weights.shaped(row)
-    integers = {name: value for name, value in state.items() if name not in buffers and name not in weights}
+    buffers, integers = bank.buffers.shaped(row), bank.integer_buffers(row)
     return {
-        "weights": {name: _copy(value) for name, value in weights.items()},
+        "weights": {name: _copy(value) for name, value in bank.weights.shaped(row).items()},
+        "frozen": bank.base.on_host(row),
         "state": {name: {n: _copy(v) for n, v in rows.shaped(row).items()} for name, rows in bank.state.items()},
         "buffers": {name: _copy(value) for name, value in buffers.items()},
         "integer_buffers": [{name: value.detach().cpu().clone() for name, value in integers.items()}],

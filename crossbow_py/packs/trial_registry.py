@@ -21,7 +21,7 @@ from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.packs.pack import TrialRow
 from crossbow_py.packs.padding import Padding, family, padding_for
 from crossbow_py.packs.policies import Waiting
-from crossbow_py.packs.trial import Checkpoint, TrialSettings, own_dropout_rate, signature
+from crossbow_py.packs.trial import Checkpoint, TrialSettings, frozen_values, own_dropout_rate, signature
 from crossbow_py.packs.width import BUDGET_S, SHARE, CompatibleTrials, Width, measured_width
 from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy
@@ -30,6 +30,7 @@ from crossbow_py.train.evaluation.metrics import Metric
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Effort
 
+_APART = "apart"  # ends the keys of trials whose frozen parameters are each their own
 MakeTrial = Callable[[int, Mapping[str, Any]], TrialSettings]
 
 
@@ -64,12 +65,14 @@ class TrialData:
 class Kind:
     """The template and the pack width that trials of one signature share.
 
-    `num_outputs` is that of models whose batches are mixed, else None.
+    `num_outputs` is that of models whose batches are mixed, else None. Frozen parameters are the same for all trials if
+    they share a base.
     """
 
     template: nn.Module
     width: Width
     num_outputs: int | None = None
+    shares_base: bool = True
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class TrialRegistry:
         self.has_packs: Callable[[], bool] = lambda: False
         self.make_room: Callable[[], bool] = lambda: False
         self._measuring_s, self._fastest = 0.0, 0.0
+        self._frozen: dict[str, list[str]] = {}  # values of the trials so far, by what else they have in common
         self._described: dict[int, Described | str] = {}
         self._kinds: dict[str, Kind] = {}
         self._families: dict[str, list[str]] = {}  # signatures of kinds whose models differ in width alone
@@ -135,7 +139,7 @@ class TrialRegistry:
             try:
                 settings = self._make_trial(trial, params)
                 model = settings.new_model()
-                key = signature(settings, model)
+                key = self._key(settings, model)
                 if key not in self._kinds and key not in self._paddings:
                     self._add(key, settings, model)
                 key, padding = self._paddings.get(key, (key, None))
@@ -147,6 +151,18 @@ class TrialRegistry:
                 is_said = isinstance(error, CrossbowError)
                 self._described[trial] = text_of(error) if is_said else one_line(error)
         return self._described[trial]
+
+    def _key(self, settings: TrialSettings, model: nn.Module) -> str:
+        """Return the signature, with the values of frozen parameters: trials that share them have packs of their own.
+
+        Those whose values no trial before has had are in packs in which each holds its own.
+        """
+        alike, values = signature(settings, model), frozen_values(model)
+        if values is None:
+            return alike
+        seen = self._frozen.setdefault(alike, [])
+        seen.append(values)
+        return f"{alike} {values if seen[0] == values or seen.count(values) > 1 else _APART}"
 
     def check(self, params: Mapping[str, Any]) -> None:
         """Build the model and take small batches through it. Raises UserError, or what the user's model raises."""
@@ -188,7 +204,7 @@ class TrialRegistry:
                 if (padding := padding_for(model, self._kinds[other].template, inputs)) is not None:
                     self._pad(key, other, padding)
                     return
-        self._kinds[key] = self._new_kind(settings, model)
+        self._kinds[key] = self._new_kind(settings, model, not key.endswith(_APART))
         if own is not None and self._pads:
             self._families.setdefault(own, []).append(key)
 
@@ -200,7 +216,7 @@ class TrialRegistry:
             return False
         if family(settings, wide) != own or (padding := padding_for(model, wide, inputs)) is None:
             return False
-        other = signature(settings, wide)
+        other = self._key(settings, wide)
         if other not in self._kinds:
             self._kinds[other] = self._new_kind(settings, wide)
         self._pad(key, other, padding)
@@ -210,17 +226,17 @@ class TrialRegistry:
         self._paddings[key] = other, padding
         self._announce(padding.sentence)
 
-    def _new_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
+    def _new_kind(self, settings: TrialSettings, model: nn.Module, shares_base: bool = True) -> Kind:
         """Describe a new kind; if memory is short beside the packs, again without them."""
         try:
-            return self._measured_kind(settings, model)
+            return self._measured_kind(settings, model, shares_base)
         except Exception as error:
             if not (is_out_of_memory(error) and self.make_room()):
                 raise
         free_memory(self.choices.device)
-        return self._measured_kind(settings, model)
+        return self._measured_kind(settings, model, shares_base)
 
-    def _measured_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
+    def _measured_kind(self, settings: TrialSettings, model: nn.Module, shares_base: bool) -> Kind:
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             template = self._template(settings, model.to(self.choices.device), feed)
             num_outputs = self._num_mixed(settings, template, feed)
@@ -230,7 +246,9 @@ class TrialRegistry:
             begun = time.perf_counter()
             try:
                 width, notes = measured_width(
-                    CompatibleTrials(self.settings, self.choices, settings, template, feed, self.data.loss),
+                    CompatibleTrials(
+                        self.settings, self.choices, settings, template, feed, self.data.loss, shares_base
+                    ),
                     self._most, self._announce, self.has_packs(), self.make_room, effort,
                 )  # fmt: skip
             finally:
@@ -238,7 +256,7 @@ class TrialRegistry:
         self._fastest = max(self._fastest, *width.rates.values())
         for note in (*notes, width.sentence):
             self._announce(note)
-        return Kind(template, width, num_outputs)
+        return Kind(template, width, num_outputs, shares_base)
 
     def _template(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> nn.Module:
         """Return a model as packs copy it, once a batch went through it in training and in evaluation."""
@@ -283,6 +301,10 @@ class TrialRegistry:
     def num_outputs(self, key: str) -> int | None:
         """Return C of a signature's models, if their batches are mixed; else None."""
         return self._kinds[key].num_outputs
+
+    def shares_base(self, key: str) -> bool:
+        """Return whether a signature's trials share their frozen parameters."""
+        return self._kinds[key].shares_base
 
     def executor(self, key: str, num_trials: int) -> str:
         """Return the executor for that many trials of a signature."""

@@ -58,6 +58,7 @@ class CompatibleTrials:
         template: its model, on the device.
         feed: gives training batches of its size.
         loss: what they minimise.
+        shares_base: whether their frozen parameters are the same.
     """
 
     settings: RunSettings
@@ -66,12 +67,15 @@ class CompatibleTrials:
     template: nn.Module
     feed: Feed
     loss: Loss
+    shares_base: bool = True
 
     @property
     def compared(self) -> Comparison:
         """The comparison that comes before their models are fused; in packs they take the same batches."""
         precision, channels_last = self.choices.precision, self.settings.channels_last
-        return Comparison(self.template, self.feed, self.loss, precision, channels_last, shared=True)
+        return Comparison(
+            self.template, self.feed, self.loss, precision, channels_last, shared=True, shares_base=self.shares_base
+        )
 
     def __str__(self) -> str:
         return f"{self.like.name} with batches of {self.like.batch_size}"
@@ -307,7 +311,9 @@ def measured_width(
 def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:
     def build() -> tuple[Executor, Callable[[int], Round]]:
         choices, optimizer, feed = trials.choices, trials.like.optimizer, trials.feed
-        bank = new_bank(trials.template, count, name, trials.settings, choices, optimizer)
+        bank = new_bank(
+            trials.template, count, name, trials.settings, choices, optimizer, shares_base=trials.shares_base
+        )
         update, _ = choose_update(optimizer, Independent(), choices.device, choices.precision.master)
         tasks = RoundTasks(
             bank, update=update, feed=feed.for_measuring(), loss=trials.loss, seed=0, collective=Collective()

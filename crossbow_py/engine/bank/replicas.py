@@ -19,8 +19,8 @@ from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.core.errors import UserError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.binding import bind, bindings_of, find_rebound, find_written
+from crossbow_py.engine.bank.frozen_base import FrozenBase
 from crossbow_py.engine.bank.layout import (
-    TRAINED,
     Block,
     Order,
     Rows,
@@ -64,8 +64,11 @@ class ReplicaBank:
         matrices: the names of the parameters that the optimizer takes as matrices.
         groups: the optimizer's groups of parameters, for those in one.
         row_optimizer: makes what steps a row from its blocks, weights and gradients, if that keeps its own state.
+        shares_base: whether frozen parameters are the same for all learners, and held once.
+        base: those of another bank, to share with it.
 
     Attributes:
+        base: frozen parameters, which are in none of the `Rows`.
         weights, gradients, corrections, state: `Rows [capacity, P]`; the optimizer's state by name.
         buffers: floating-point buffers, `Rows [capacity, buffer values]`.
         z, z_prev, total: `Rows [1, P]`: the average model, the one before it, and the sum of the last corrections.
@@ -98,6 +101,8 @@ class ReplicaBank:
         matrices: Collection[str] = (),
         groups: Mapping[str, int] | None = None,
         row_optimizer: MakeRowOptimizer | None = None,
+        shares_base: bool = True,
+        base: FrozenBase | None = None,
     ) -> None:
         self.device, self.precision, self.state_names = device, precision, state_names
         self._row_optimizer = row_optimizer
@@ -106,7 +111,9 @@ class ReplicaBank:
         self.layout = parameter_layout(template, channels_last, matrices, groups)
         self.buffer_layout = buffer_layout(template)
         self.order: Order = order or ("rows" if device.type == "cpu" else "blocks")
-        self.num_trained = self.layout.count(*TRAINED)
+        self._shares_base = shares_base
+        if shares_base:
+            self.base = base or FrozenBase(template, None, precision, device, channels_last)
         self.num_learners, self._training, self._gradient_mean = num_learners, training, gradient_mean
         self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3)) if training else [self._rows(1)] * 3
         self.velocity = self._rows(1) if has_velocity else None
@@ -122,6 +129,18 @@ class ReplicaBank:
     def is_single(self) -> bool:
         """Return whether there is one learner on one device: plain SGD, where z is w."""
         return self.num_learners * self.num_devices == 1
+
+    @property
+    def num_values(self) -> int:
+        """The number of values of one replica, trained or frozen."""
+        return self.layout.num_values + self.base.num_values
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """The shapes of parameters and floating-point buffers, by name."""
+        blocks = [*self.layout.blocks, *self.buffer_layout.blocks]
+        frozen = {name: list(own.shape) for name, own in self.base.master(0).items()}
+        return {**{block.name: list(block.shape) for block in blocks}, **frozen}
 
     @property
     def replicas_identical(self) -> bool:
@@ -157,6 +176,8 @@ class ReplicaBank:
         self.gradients, self.corrections = self._rows(trained), self._rows(trained)
         self.state = {name: self._rows(trained) for name in self.state_names}
         self.buffers = Rows(self.buffer_layout, capacity, self.precision.master, self.device)
+        if not self._shares_base:
+            self.base = FrozenBase(self.template, capacity, self.precision, self.device, self.layout.channels_last)
         self.shadow = self.weights
         if self.precision.has_shadow:
             self.shadow = Rows(self.layout, capacity, self.precision.compute, self.device, self.order)
@@ -171,9 +192,9 @@ class ReplicaBank:
         self._bound = [bindings_of(module) for module in self._modules]
         # What autograd differentiates, in layout order: `torch.autograd.grad` needs the very Parameter objects.
         named = [dict(module.named_parameters()) for module in self._modules]
-        self._trained = [[own[name] for name in self.layout.names[: self.num_trained]] for own in named]
-        self._gradient_views = [list(self.gradients.shaped(j).values())[: self.num_trained] for j in range(trained)]
-        blocks = self.layout.blocks[: self.num_trained]
+        self._trained = [[own[name] for name in self.layout.names] for own in named]
+        self._gradient_views = [list(self.gradients.shaped(j).values()) for j in range(trained)]
+        blocks = self.layout.blocks
         make, views = self._row_optimizer, [(self.weights.shaped(j), self.gradients.shaped(j)) for j in range(trained)]
         self.optimizers = [own for pair in views if make is not None and (own := make(blocks, *pair)) is not None]
         self._trained_rows = [
@@ -202,7 +223,8 @@ class ReplicaBank:
         module = copy.deepcopy(self.template, dict(bound))
         self.has_dropout = replace_dropout(module, self.generators[learner])
         counters = {name: self.counters[learner, index] for index, name in enumerate(self.counter_names)}
-        master, shadow = self.weights.shaped(learner), self.shadow.shaped(learner)
+        base = self.base.row(learner)
+        master, shadow = {**self.weights.shaped(learner), **base}, {**self.shadow.shaped(learner), **base}
         bind(module, master, shadow, {**self.buffers.shaped(learner), **counters})
         return module.train(self._training)
 
@@ -211,9 +233,10 @@ class ReplicaBank:
 
         Raises UserError if a forward replaced a parameter or buffer, or wrote where it is lost; see `find_written`.
         """
+        follows = averages or (self.base.is_shared and self.num_learners > 1)
         for learner in range(self.num_learners):
             module, bound = self._modules[learner], self._bound[learner]
-            found = find_rebound(module, bound) or find_written(module, bound, self.precision.has_shadow, averages)
+            found = find_rebound(module, bound) or find_written(module, bound, self.precision.has_shadow, follows)
             if found is not None:
                 raise UserError(found)
 
@@ -242,7 +265,7 @@ class ReplicaBank:
         learners = range(self.num_learners) if learners is None else learners
         if learners not in self._stacked_gradients:
             views = list(self.gradients.stacked(len(learners), learners.start).values())
-            self._stacked_gradients[learners] = views[: self.num_trained]
+            self._stacked_gradients[learners] = views
         return self._stacked_gradients[learners]
 
     def trained_row(self, learner: int) -> TrainedRow:
@@ -268,8 +291,14 @@ class ReplicaBank:
 
     def load_learner(self, learner: int, module: nn.Module) -> None:
         """Copy the weights and buffers of a module to a learner."""
-        self.weights.load(learner, dict(module.named_parameters()))
-        self.buffers.load(learner, dict(module.named_buffers()))
+        self.load_values(learner, {**dict(module.named_parameters()), **dict(module.named_buffers())})
+
+    @torch.no_grad()
+    def load_values(self, learner: int, values: Mapping[str, Tensor]) -> None:
+        """Copy weights and floating-point buffers by name to a learner; raises ValueError, see `FrozenBase.load`."""
+        self.weights.load(learner, values)
+        self.buffers.load(learner, values)
+        self.base.load(learner, values)
         self.refresh_shadow(learner)
 
     def reset_learner(self, learner: int) -> None:
@@ -394,22 +423,29 @@ class ReplicaBank:
         if self.is_single:
             return self.learner_state(0)
         counted = [learner for learner in range(self.num_learners) if learner not in excluded]
-        return {**self._integer_buffers(0), **self.z.shaped(), **self.central_buffers(counted, add)}
+        weights = {**self.z.shaped(), **self.base.master(0)}
+        return {**self.integer_buffers(0), **weights, **self.central_buffers(counted, add)}
 
     def learner_state(self, learner: int) -> dict[str, Tensor]:
         """Return a learner's model as a module's state dict of views of its row."""
-        return {**self._integer_buffers(learner), **self.weights.shaped(learner), **self.buffers.shaped(learner)}
+        weights = {**self.weights.shaped(learner), **self.base.master(learner)}
+        return {**self.integer_buffers(learner), **weights, **self.buffers.shaped(learner)}
 
-    def _integer_buffers(self, learner: int) -> dict[str, Tensor]:
+    def integer_buffers(self, learner: int) -> dict[str, Tensor]:
+        """Return a learner's buffers that are not floating-point, by name."""
         named = self._modules[learner].named_buffers()
         return {name: buffer for name, buffer in named if not buffer.is_floating_point()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the active rows, `[K, *shape]` by name: independent of capacity and alignment."""
+        """Return the active rows, `[K, *shape]` by name: independent of capacity and alignment.
+
+        Frozen parameters that all learners share are one row.
+        """
         rows = self._active_rows()
         return {
             "num_learners": self.num_learners,
             "weights": clone_all(rows["weights"]),
+            "frozen": clone_all(rows["frozen"]),
             "state": {name: clone_all(stacked) for name, stacked in rows["state"].items()},
             "buffers": clone_all(rows["buffers"]),
             "integer_buffers": [clone_all(buffers) for buffers in rows["integer_buffers"]],
@@ -425,9 +461,10 @@ class ReplicaBank:
         k = self.num_learners
         return {
             "weights": self.weights.stacked(k),
+            "frozen": self.base.masters(k),
             "state": {name: rows.stacked(k) for name, rows in self.state.items()},
             "buffers": self.buffers.stacked(k),
-            "integer_buffers": [self._integer_buffers(j) for j in range(k)],
+            "integer_buffers": [self.integer_buffers(j) for j in range(k)],
             "step_counts": self.step_counts[:k],
             "optimizers": [own.state() for own in self.optimizers[:k]],
         }
@@ -440,11 +477,13 @@ class ReplicaBank:
         self._load_rows(saved)
 
     def load_central(self, saved: Mapping[str, Any]) -> None:
-        """Restore only z, z_prev and the velocity of a `state_dict()`."""
+        """Restore only z, z_prev and the velocity of a `state_dict()`, and what all learners share."""
         self.z.load(0, saved["z"])
         self.z_prev.load(0, saved["z_prev"])
         if self.velocity is not None:
             self.velocity.load(0, saved["velocity"])
+        if self._shares_base:
+            self.base.replace(saved_base(saved, 0))
 
     def _load_rows(self, saved: Mapping[str, Any]) -> None:
         for row in range(self.num_learners):
@@ -455,6 +494,7 @@ class ReplicaBank:
         states = [(rows, saved["state"][name]) for name, rows in self.state.items()]
         for rows, values in [(self.weights, saved["weights"]), (self.buffers, saved["buffers"]), *states]:
             rows.load(row, {name: value[saved_row] for name, value in values.items()})
+        self.base.load(row, saved_base(saved, saved_row))
         self._load_counters(row, saved, saved_row)
         if self.optimizers:
             self.optimizers[row].load(saved["optimizers"][saved_row])
@@ -468,7 +508,7 @@ class ReplicaBank:
         self._load_counters(row, saved, saved_row)
 
     def _load_counters(self, row: int, saved: Mapping[str, Any], saved_row: int) -> None:
-        for name, buffer in self._integer_buffers(row).items():
+        for name, buffer in self.integer_buffers(row).items():
             buffer.copy_(saved["integer_buffers"][saved_row][name])
 
     @torch.no_grad()
@@ -552,6 +592,14 @@ def num_saved(saved: Mapping[str, Any]) -> int:
     if not number or len(counts) != number or any(type(count) is not int for count in counts):
         raise ValueError(f"{number!r} learners with the step counts {counts!r}")
     return len(counts)
+
+
+def saved_base(saved: Mapping[str, Any], row: int) -> dict[str, Tensor]:
+    """Return a learner's frozen parameters of a `state_dict()`; formats before 2 have them among the weights."""
+    found = saved.get("frozen")
+    if found is None:
+        return {name: values[row] for name, values in saved["weights"].items()}
+    return {name: values[min(row, len(values) - 1)] for name, values in found.items()}
 
 
 def checksum(values: Tensor) -> int:

@@ -146,11 +146,12 @@ def _central(checkpoint: SavedCheckpoint) -> Mapping[str, Any]:
     if not first.get("nodes"):
         return first["bank"]  # type: ignore[no-any-return]
     banks = [checkpoint.part(rank)["bank"] for rank in range(checkpoint.num_ranks)]
-    return {
+    means = {
         name: {key: sum(bank[name][key] for bank in banks) / len(banks) for key in first["bank"][name]}
         for name in CENTRAL
         if name in first["bank"]
     }
+    return {**first["bank"], **means}
 
 
 def identity(run: Run) -> dict[str, Any]:
@@ -168,11 +169,7 @@ def identity(run: Run) -> dict[str, Any]:
             "std": list(run.data.std or ()),
             "sample_weights": None if run.data.sample_weights is None else _digest(run.data.sample_weights),
         },
-        "model": {
-            block.name: list(block.shape)
-            for layout in (run.bank.layout, run.bank.buffer_layout)
-            for block in layout.blocks
-        },
+        "model": run.bank.shapes,
         "num_train_samples": run.num_samples,
     }
 

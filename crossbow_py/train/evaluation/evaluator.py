@@ -566,6 +566,7 @@ def prediction_bank(bank: ReplicaBank, learners: Sequence[int]) -> ReplicaBank:
     copies = ReplicaBank(
         bank.template, len(learners), device=bank.device, precision=bank.precision, state_names=(),
         channels_last=bank.layout.channels_last, order="blocks", training=False,
+        shares_base=bank.base.is_shared, base=bank.base if bank.base.is_shared else None,
     )  # fmt: skip
     for row, learner in enumerate(learners):
         load_state(copies, row, bank.learner_state(learner))
@@ -575,9 +576,9 @@ def prediction_bank(bank: ReplicaBank, learners: Sequence[int]) -> ReplicaBank:
 @torch.no_grad()
 def load_state(bank: ReplicaBank, row: int, state: Mapping[str, Tensor]) -> None:
     """Copy a module's state dict (tied parameters once) to a row's weights and buffers, also integer buffers."""
-    for name, value in bank.learner_state(row).items():
+    bank.load_values(row, state)
+    for name, value in bank.integer_buffers(row).items():
         value.copy_(state[name])
-    bank.refresh_shadow(row)
 
 
 @torch.no_grad()

@@ -48,6 +48,7 @@ def choose_executor(
     announce: Callable[[str], None],
     num_ranks: int = 1,
     cache: Path | None = None,
+    shares_base: bool = True,
 ) -> tuple[Choices, list[str]]:
     """Check the executor that was asked for, or choose the fastest; see `calibration`. Raises UserError.
 
@@ -58,7 +59,9 @@ def choose_executor(
     """
     rule, loss = update.rule, copied_loss(loss)
     shared = not rule.has_central_model or settings.num_learners == 1
-    compared = Comparison(template, feed, loss, choices.precision, settings.channels_last, shared, settings.accumulate)
+    compared = Comparison(
+        template, feed, loss, choices.precision, settings.channels_last, shared, settings.accumulate, shares_base
+    )
     one_shape, feed = feed.one_shape, feed.for_measuring()
     fuses = choices.executor != "auto" and EXECUTORS[choices.executor].FUSES
     if fuses and (reason := why_not_fused(compared)):
@@ -79,7 +82,10 @@ def choose_executor(
     def candidate(name: str, num_learners: int) -> Candidate:
         def build() -> tuple[Executor, Callable[[int], Round]]:
             mean = update.rule.gradient_mean
-            bank = new_bank(template, num_learners, name, settings, choices, update.optimizer, gradient_mean=mean)
+            bank = new_bank(
+                template, num_learners, name, settings, choices, update.optimizer, gradient_mean=mean,
+                shares_base=shares_base,
+            )  # fmt: skip
             tasks = RoundTasks(
                 bank, update=update, feed=feed, loss=loss, seed=settings.seed, collective=Collective(),
                 compile_model=settings.compile_model, accumulate=settings.accumulate,
@@ -191,6 +197,7 @@ def new_bank(
     device_index: int = 0,
     has_velocity: bool = False,
     gradient_mean: GradientMean | None = None,
+    shares_base: bool = True,
 ) -> ReplicaBank:
     """Return a bank in the executor's order.
 
@@ -201,5 +208,5 @@ def new_bank(
         channels_last=settings.channels_last, order=EXECUTORS[executor].ORDER, num_devices=num_devices,
         device_index=device_index, has_velocity=has_velocity, gradient_mean=gradient_mean,
         matrices=optimizer.matrices(template), groups=optimizer.group_numbers(template),
-        row_optimizer=optimizer.row_optimizer,
+        row_optimizer=optimizer.row_optimizer, shares_base=shares_base,
     )  # fmt: skip
