@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.trees import Tree, call, in_format
+from crossbow_py.engine.bank.frozen_base import frozen_values
 from crossbow_py.engine.modules.dropout import dropout_rates
 from crossbow_py.engine.trust import compare
 from crossbow_py.engine.update.optimizers import SGD, AdamW
-from crossbow_py.packs.trial import Row, TrialSettings, frozen_values
+from crossbow_py.packs.trial import Row, TrialSettings
 
 SHARE = 0.5  # of the widest model's parameters: what a model has at least to take part in its packs
 _GATES = {"LSTM": 4, "GRU": 3}  # blocks of hidden_size outputs, one behind the other

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.sampler import SampleOrder
 from crossbow_py.engine.bank.frozen_base import frozen_parameters
-from crossbow_py.engine.bank.replicas import ReplicaBank, checksum
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.dropout import dropout_rates
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.train.checks.seeded_model import seeded_model
@@ -92,16 +92,6 @@ def signature(settings: TrialSettings, model: nn.Module) -> str:
     if settings.augmentation.mixes:  # their targets are shares of the classes
         facts = (*facts, "mixed")
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-
-def frozen_values(model: nn.Module) -> str | None:
-    """Return a text that is equal for models whose frozen parameters are equal; None for a model without any."""
-    found = frozen_parameters(model)
-    if not found:
-        return None
-    wide = {name: own.detach().to(torch.promote_types(own.dtype, torch.float32)) for name, own in found.items()}
-    sums = [(name, checksum(values.flatten())) for name, values in wide.items()]
-    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
 
 
 def own_dropout_rate(model: nn.Module) -> float | None:

@@ -15,13 +15,14 @@ from crossbow_py.core.trees import Tree, call, values_per_sample
 from crossbow_py.data.datasets import Classes
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.mixing import check_mixable
+from crossbow_py.engine.bank.frozen_base import frozen_values
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.modules.losses import Loss, TokenLoss, has_tokens, model_loss, plain_loss
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.packs.pack import TrialRow
 from crossbow_py.packs.padding import Padding, family, padding_for
 from crossbow_py.packs.policies import Waiting
-from crossbow_py.packs.trial import Checkpoint, TrialSettings, frozen_values, own_dropout_rate, signature
+from crossbow_py.packs.trial import Checkpoint, TrialSettings, own_dropout_rate, signature
 from crossbow_py.packs.width import BUDGET_S, SHARE, CompatibleTrials, Width, measured_width
 from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy

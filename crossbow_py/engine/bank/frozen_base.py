@@ -5,11 +5,13 @@ Nothing that training needs is allocated for them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.engine.bank.layout import checksum
 from crossbow_py.engine.modules.precision import Precision, full_precision_parameters
 
 
@@ -89,6 +91,16 @@ class FrozenBase:
 def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are not trained; tied ones once, under their first name."""
     return {name: own for name, own in module.named_parameters() if not own.requires_grad}
+
+
+def frozen_values(model: nn.Module) -> str | None:
+    """Return a text that is equal for models whose frozen parameters are equal; None for a model without any."""
+    found = frozen_parameters(model)
+    if not found:
+        return None
+    wide = {name: own.detach().to(torch.promote_types(own.dtype, torch.float32)) for name, own in found.items()}
+    sums = [(name, checksum(values.flatten())) for name, values in wide.items()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, channels_last: bool) -> Tensor:

@@ -34,6 +34,7 @@ GroupSettings = Callable[[int, bool], Mapping[str, float]]
 Kind = Literal["matrix", "decayed", "undecayed"]
 _ORDER: tuple[Kind, ...] = ("matrix", "decayed", "undecayed")
 DECAYED = _ORDER[:2]
+_CHECKED_AT_ONCE = 2**20  # values a chunk in `checksum`, so that their integer copies take little memory
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
@@ -370,3 +371,14 @@ def norm(vectors: Sequence[Tensor]) -> float:
     """Return the norm of all values of some vectors, summed in float64. Host–device synchronisation on CUDA."""
     norms = torch._foreach_norm(list(vectors))
     return float(torch.stack(norms).double().square().sum().sqrt())
+
+
+def checksum(values: Tensor) -> int:
+    """Return 52 bits that almost surely change when any bit of `values` [n] does. Host–device synchronisation."""
+    # A float64 is two words: a 64-bit word times its index would lose the upper bits.
+    words, total = values.view(torch.int32), 0
+    for first in range(0, len(words), _CHECKED_AT_ONCE):
+        bits = words[first : first + _CHECKED_AT_ONCE].to(torch.int64)
+        factors = torch.arange(first, first + len(bits), device=bits.device) * 2 + 1
+        total += int((bits * factors).sum())  # wraps around, in the same way everywhere
+    return total % 2**52

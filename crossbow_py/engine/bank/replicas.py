@@ -27,6 +27,7 @@ from crossbow_py.engine.bank.layout import (
     TrainedRow,
     add_present,
     buffer_layout,
+    checksum,
     clone_all,
     copy_present,
     norm,
@@ -40,7 +41,6 @@ Add = Callable[[Tensor], None]  # sums a vector over devices in place
 MakeRowOptimizer = Callable[[Sequence[Block], Mapping[str, Tensor], Mapping[str, Tensor]], RowOptimizer | None]
 CENTRAL = ("z", "z_prev", "velocity")  # keys of `state_dict()` that belong to no learner; not all rules have the last
 _COUNTER = "num_batches_tracked"
-_CHECKED_AT_ONCE = 2**20  # values a chunk in `checksum`, so that their integer copies take little memory
 
 
 class ReplicaBank:
@@ -600,17 +600,6 @@ def saved_base(saved: Mapping[str, Any], row: int) -> dict[str, Tensor]:
     if found is None:
         return {name: values[row] for name, values in saved["weights"].items()}
     return {name: values[min(row, len(values) - 1)] for name, values in found.items()}
-
-
-def checksum(values: Tensor) -> int:
-    """Return 52 bits that almost surely change when any bit of `values` [n] does. Host–device synchronisation."""
-    # A float64 is two words: a 64-bit word times its index would lose the upper bits.
-    words, total = values.view(torch.int32), 0
-    for first in range(0, len(words), _CHECKED_AT_ONCE):
-        bits = words[first : first + _CHECKED_AT_ONCE].to(torch.int64)
-        factors = torch.arange(first, first + len(bits), device=bits.device) * 2 + 1
-        total += int((bits * factors).sum())  # wraps around, in the same way everywhere
-    return total % 2**52
 
 
 def _mean_buffers(stacked: Mapping[str, Tensor], add: Add | None) -> dict[str, Tensor]:

@@ -40,6 +40,7 @@ from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.losses import Part, scores_of
 
 _RULE_MODULES = (draws, elementwise, layers, recurrent)  # imported for the rules they register
+_NORMS = ("batch_norm", "instance_norm")
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 
 
@@ -142,10 +143,16 @@ class FusedGraph:
         """Return the buffers that the graph reads and never writes, if there is a base to compute once with them."""
         if not self._bank.base or not self._bank.base.is_shared or self._num_learners == 1:
             return []
-        written = self._written | {node.args[0] for node in self._counting}
+        written = self._written | {node.args[0] for node in self._counting} | self._moved_statistics()
         read = {self._sources[node.name][1] for node in self._inputs if node.users}
         kept = {self._sources[node.name][1] for node in self._inputs if node in written}
         return [name for name, own in self._others.items() if name in read - kept and self._is_of_rows(own)]
+
+    def _moved_statistics(self) -> set[Any]:
+        """Return the running statistics that normalisation moves, which its operators do not declare as written."""
+        norms = [user for node in self._inputs for user in node.users if user.op == "call_function"]
+        moving = [node for node in norms if base_name(node.target) in _NORMS and _moves_statistics(node)]
+        return {own for node in moving for own in node.all_input_nodes}
 
     @staticmethod
     def _is_of_rows(value: Fused | PerLearner) -> bool:
@@ -321,6 +328,13 @@ def _counted(node: Node) -> Node | None:
     adds = base_name(node.target) == "add" and node.args[1:] == (1,) and not node.kwargs  # type: ignore[arg-type]
     alone = isinstance(own, Node) and len(own.users) == 1 and not node.users
     return own if adds and alone and isinstance(own, Node) else None
+
+
+def _moves_statistics(node: Node) -> bool:
+    """Return whether a normalisation by batch is by the batch's own statistics."""
+    by_batch = {argument.name: index for index, argument in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
+    place = by_batch.get("training", by_batch.get("use_input_stats"))
+    return place is None or bool(node.args[place])
 
 
 def _is_assertion(node: Node) -> bool:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.engine.bank.frozen_base import frozen_values
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.modules.precision import FP64, Precision
-from crossbow_py.packs.trial import frozen_values
 from tests.support import CPU
 
 K = 3
