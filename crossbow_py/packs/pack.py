@@ -298,11 +298,16 @@ class Pack:
         return evaluate_bank(self._bank, evaluator, feed, [self._row(member) for member in members])
 
     def state(self, member: TrialRow) -> dict[str, Tensor]:
-        """Return a copy of a member's weights and buffers by name, on its device; drained."""
-        found = self._bank.learner_state(self._row(member))
+        """Return a copy of a member's weights and buffers by name, on its device; drained.
+
+        What all members share is there once, on the host.
+        """
+        row = self._row(member)
+        found = self._bank.learner_state(row)
         if member.padding is not None:
             found = member.padding.unpad_state(found)
-        return {name: value.detach().clone() for name, value in found.items()}
+        state = {name: value.detach().clone() for name, value in found.items() if name not in self._bank.base}
+        return {**state, **{name: value[0] for name, value in self._bank.base.on_host(row).items()}}
 
     def restore(self, member: TrialRow, state: Mapping[str, Tensor]) -> None:
         """Give a member the weights and buffers of `state`; drained."""

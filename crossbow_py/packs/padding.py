@@ -94,7 +94,8 @@ class Padding:
 
 def _mapped(row: Row, function: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Row:
     state = {name: function(values) for name, values in row["state"].items()}
-    return {**row, **{part: function(row[part]) for part in ("weights", "frozen", "buffers")}, "state": state}
+    parts = [part for part in ("weights", "frozen", "buffers") if part in row]
+    return {**row, **{part: function(row[part]) for part in parts}, "state": state}
 
 
 def family(settings: TrialSettings, model: nn.Module) -> str | None:

@@ -54,7 +54,10 @@ class TrialSettings:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A trial between two segments: samples and rounds so far, and its row."""
+    """A trial between two segments: samples and rounds so far, and its row.
+
+    Rows of older files have frozen parameters among the weights.
+    """
 
     samples_seen: int
     num_rounds: int
@@ -63,13 +66,13 @@ class Checkpoint:
     @property
     def state(self) -> dict[str, Tensor]:
         """The model's state dict, tied parameters once, on the host."""
-        stacked = {**self.row["weights"], **self.row["frozen"], **self.row["buffers"]}
+        stacked = {**self.row["weights"], **self.row.get("frozen", {}), **self.row["buffers"]}
         return {**{name: value[0] for name, value in stacked.items()}, **self.row["integer_buffers"][0]}
 
     def with_state(self, state: Mapping[str, Tensor]) -> Checkpoint:
         """Return the checkpoint with other weights and buffers."""
         row = {**self.row, "integer_buffers": [{n: state[n] for n in self.row["integer_buffers"][0]}]}
-        for part in ("weights", "frozen", "buffers"):
+        for part in ("weights", "frozen", "buffers") if "frozen" in row else ("weights", "buffers"):
             row[part] = {name: state[name].unsqueeze(0) for name in self.row[part]}
         return replace(self, row=row)
 

@@ -38,6 +38,9 @@ class FrozenBase:
     def __len__(self) -> int:
         return len(self._master)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._master
+
     @property
     def num_values(self) -> int:
         """The number of values of one learner."""
