@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging import Independent
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.mixing import Mixing
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.bank.frozen_base import frozen_parameters
+from crossbow_py.engine.bank.replicas import ReplicaBank, saved_base
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.modules.dropout import set_dropout_rate
 from crossbow_py.engine.modules.losses import Loss
@@ -167,6 +171,7 @@ class Pack:
         bank = new_bank(
             self.template, len(rows), name, job.settings, job.choices, first.optimizer, shares_base=self._shares_base
         )
+        bank.base.lend(self.template)
         tasks = RoundTasks(
             bank, update=self._update, feed=self.feed, loss=job.loss, seed=first.seed, collective=Collective()
         )
@@ -182,7 +187,20 @@ class Pack:
         else:
             model = member.settings.new_model().to(self.job.choices.device)
             row = new_row(model, self._update.optimizer.state_names)
+        if self._shares_base:
+            row = {**row, "frozen": self._checked(row)}
         return row if member.padding is None else member.padding.pad_row(row)
+
+    def _checked(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return no frozen values for a row that has those of the pack; raises UserError if it has others."""
+        shared = frozen_parameters(self.template)
+        for name, own in saved_base(row, 0).items():
+            if name in shared and not torch.equal(own.to(shared[name]).nan_to_num(), shared[name].nan_to_num()):
+                raise UserError(
+                    f"the model's frozen parameter {name} has other values each time that the model is made; load them "
+                    "from one file, or make them from a seed of their own."
+                )
+        return {}
 
     def _settle_rows(self, rows: Sequence[int]) -> None:
         """Apply the members' own settings: optimizer, dropout, label smoothing, augmentation."""

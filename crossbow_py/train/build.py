@@ -126,6 +126,7 @@ class RunBuilder:
         with ranks.together():
             most, bounded = learner_bound(template, batch, settings, choices, loss, self.optimizer, rule)
             bank, average_ema = self._bank(template, train_feed.num_samples, shares_base)
+            bank.base.lend(template)
         if not rule.has_central_model:  # learners share every batch and are never averaged
             for learner in range(1, bank.num_learners):
                 apart = self._independent(learner)

@@ -62,12 +62,20 @@ class FrozenBase:
         """Return, as passes read them, `[*shape]` of what is shared, or `[K, *shape]` of K rows from `first` on."""
         return {n: own[0] if self.is_shared else own[first : first + num_rows] for n, own in self._of_passes.items()}
 
+    def lend(self, template: nn.Module) -> None:
+        """Have a template hold the values in the memory that learners share, so that they are there once."""
+        for name, own in frozen_parameters(template).items() if self.is_shared else ():
+            own.data = self._master[name][0]
+
     def load(self, learner: int, values: Mapping[str, Tensor]) -> None:
-        """Copy values by name to a learner's row. Raises ValueError if all share one that has other values."""
+        """Copy values by name to a learner's row. Raises ValueError if all share one that has other values.
+
+        Without any values, the learner has those that all share.
+        """
         if not self.is_shared:
             self._write(learner, values)
             return
-        for name, own in self.master(0).items():
+        for name, own in self.master(0).items() if values else ():
             given = values[name].detach().to(own)
             if given.data_ptr() != own.data_ptr() and not torch.equal(given.nan_to_num(), own.nan_to_num()):
                 raise ValueError(f"the frozen parameter {name} has other values than that of the other learners")

@@ -596,9 +596,7 @@ def num_saved(saved: Mapping[str, Any]) -> int:
 
 def saved_base(saved: Mapping[str, Any], row: int) -> dict[str, Tensor]:
     """Return a learner's frozen parameters of a `state_dict()`; formats before 2 have them among the weights."""
-    found = saved.get("frozen")
-    if found is None:
-        return {name: values[row] for name, values in saved["weights"].items()}
+    found = saved["frozen"] if "frozen" in saved else saved["weights"]
     return {name: values[min(row, len(values) - 1)] for name, values in found.items()}
 
 

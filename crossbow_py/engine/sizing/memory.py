@@ -177,8 +177,8 @@ class ModelSizes:
 
     @property
     def template_bytes(self) -> int:
-        """The bytes of the template, which evaluation copies."""
-        return (self.num_values + self.num_frozen + sum(self.buffers)) * self.master_bytes + self.counter_bytes
+        """The bytes of the template, which evaluation copies, without frozen parameters, which it shares."""
+        return (self.num_values + sum(self.buffers)) * self.master_bytes + self.counter_bytes
 
     @property
     def ema_bytes(self) -> int:
@@ -192,7 +192,8 @@ class ModelSizes:
         These are the learners' mean if it is shown, and means of the learners' buffers or a copy of the EMA.
         """
         mean = _rows_bytes(self.parameters, 1, self.master_bytes, self.order) if self.shows_mean else 0
-        return self.template_bytes + mean + (self.ema_bytes or sum(self.buffers) * self.master_bytes)
+        cast = self.num_frozen_copies * self.compute_bytes
+        return self.template_bytes + cast + mean + (self.ema_bytes or sum(self.buffers) * self.master_bytes)
 
 
 def staged_batches(num_learners: int) -> int:

@@ -20,6 +20,7 @@ from crossbow_py.core.trees import Tree, batch_key, call, in_format, leaves, map
 from crossbow_py.data.datasets import counted
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
+from crossbow_py.engine.bank.frozen_base import frozen_parameters
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raising_if_lost
 from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
@@ -194,13 +195,20 @@ class Evaluator:
         self.batch_size, self.max_batches, self.channels_last = batch_size, max_batches, channels_last
         self.class_names, self.counts_classes = class_names, counts_classes
 
-    def module(self, state: State) -> nn.Module:
-        """Return a module with this state, in master precision and evaluation mode."""
+    def module(self, state: State, reads: bool = False) -> nn.Module:
+        """Return a module with this state, in master precision and evaluation mode.
+
+        One that only `reads` its frozen parameters has those of the state, which are not copied.
+        """
         full = replace(self.precision, compute=self.precision.master)
-        module = cast_module(copy.deepcopy(self.template), full)  # leaves complex buffers as they are
+        named = frozen_parameters(self.template) if reads else {}
+        read = {name: nn.Parameter(state[name].to(own.device, full.master), False) for name, own in named.items()}
+        memo: dict[int, Any] = {id(named[name]): own for name, own in read.items()}
+        module = cast_module(copy.deepcopy(self.template, memo), full)  # leaves complex buffers as they are
         with torch.no_grad():
             for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
-                value.copy_(state[name])
+                if name not in read:
+                    value.copy_(state[name])
         return module.eval()
 
     def evaluate(self, state: State, feed: Feed, ranks: Ranks = ALONE, examples: bool = False) -> Evaluation:
@@ -302,7 +310,7 @@ class Evaluator:
         return tally, collector.examples(self.ignored)
 
     def _runnable(self, state: State) -> nn.Module:
-        module = cast_module(self.module(state), self.precision)
+        module = cast_module(self.module(state, reads=True), self.precision)
         # One by one: `Module.to` would apply the format to 5-D filters, [O, C, T, H, W], too, and fail.
         for parameter in module.parameters():
             if self.channels_last and parameter.ndim == 4:
