@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -281,6 +281,10 @@ def _maker_key(make: Callable[[], nn.Module]) -> str:
     """Return a text that is equal for functions that make models of one architecture, as far as can be told."""
     if isinstance(make, partial):
         return repr((_maker_key(make.func), make.args, sorted(make.keywords.items())))
+    given: Any = make
+    if is_dataclass(given):  # as LoRA
+        own = {each.name: getattr(given, each.name) for each in fields(given)}
+        return repr({name: _maker_key(value) if callable(value) else value for name, value in own.items()})
     return f"{getattr(make, '__module__', '')}.{getattr(make, '__qualname__', '')} {id(make)}"
 
 

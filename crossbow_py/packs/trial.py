@@ -82,19 +82,23 @@ def signature(settings: TrialSettings, model: nn.Module) -> str:
 
     Each may have its own rate of dropout where all of its dropout layers have one rate, which is not 0.
     """
-    rates = set(dropout_rates(model))
-    dropout = "each its own" if len(rates) == 1 and 0 not in rates else dropout_rates(model)
     tensors = [
         (name, tuple(value.shape), str(value.dtype), value.requires_grad)
         for named in (model.named_parameters(), model.named_buffers())
         for name, value in named
     ]
     facts: tuple[object, ...] = (
-        settings.model_key, tensors, dropout, settings.batch_size, settings.optimizer.shared(),
+        settings.model_key, tensors, shared_dropout(model), settings.batch_size, settings.optimizer.shared(),
     )  # fmt: skip
     if settings.augmentation.mixes:  # their targets are shares of the classes
         facts = (*facts, "mixed")
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def shared_dropout(model: nn.Module) -> object:
+    """Return what trials of one pack must have in common of dropout: all rates, if there are several or it is off."""
+    rates = dropout_rates(model)
+    return "each its own" if len(set(rates)) == 1 and 0 not in rates else rates
 
 
 def own_dropout_rate(model: nn.Module) -> float | None:
