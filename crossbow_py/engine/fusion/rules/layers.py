@@ -276,6 +276,22 @@ def _attention_with_dropout(named: Mapping[str, Any], kept: Tensor) -> Tensor:
     return result
 
 
+@rule("cross_entropy_loss")
+def cross_entropy(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Take each sample's loss in one call, and each learner's mean or sum."""
+    named = arguments_by_name(call, args, kwargs)
+    scores, labels, reduction, count = named["self"], named["target"], named["reduction"], call.num_learners
+    if named["weight"] is not None or labels.tensor.is_floating_point() or (rank_of(scores), rank_of(labels)) != (2, 1):
+        raise NotFusedError
+    flat, none = call.stack(labels).flatten(), 0  # as torch numbers reductions: none, mean, sum
+    each = run(call.target, {**named, "self": call.stack(scores).flatten(0, 1), "target": flat, "reduction": none})
+    each = split_learners(each, 0, count)
+    if reduction == none:
+        return Fused(each, Layout.STACK)
+    counted = split_learners(flat != named["ignore_index"], 0, count).sum(1)
+    return Fused(each.sum(1) / counted if reduction == 1 else each.sum(1), Layout.STACK)
+
+
 _POOLING = [
     f"{kind}{dims}d{suffix}"
     for kind, suffix in (

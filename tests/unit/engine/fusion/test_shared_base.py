@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py import frozen
+from crossbow_py.engine.modules.precision import BF16
 from tests.unit.engine.fusion.trio import K, Trio
 
 
@@ -152,3 +153,29 @@ def test_buffers_are_read_as_one_until_a_learner_has_other_values() -> None:
     trio.bank.load_learner(2, trio.models[2])
     trio.check(graph, inputs, shared=True)
     assert not graph._shared_buffers
+
+
+class Scaled(nn.Module):
+    """A layer times a number of its own, as LoRA's, which decides nothing about the format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+def test_a_learners_number_leaves_the_format_of_its_layer() -> None:
+    torch.manual_seed(0)
+    models = [Scaled() for _ in range(K)]
+    for number, model in enumerate(models):
+        model.scale.fill_(0.3 * (number + 1))
+    trio = Trio(models, BF16)
+    inputs = torch.randn(5, 6).bfloat16()
+    graph = trio.graph(inputs)
+    found = graph.run(inputs, shared=True)
+    assert found.dtype is torch.bfloat16 and graph.looped == []
+    for learner in range(K):
+        torch.testing.assert_close(found[learner], trio.bank.module(learner)(inputs))

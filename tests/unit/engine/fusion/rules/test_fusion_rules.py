@@ -284,6 +284,19 @@ CASES: dict[str, Case] = {
     "linear": part(lambda: nn.Linear(6, 4)),
     "linear of a vector": Case(lambda x, w, m: m.fc(x[0, 0, 0]), parts=lambda: {"fc": nn.Linear(6, 4)}),
     "linear without bias": part(lambda: nn.Linear(6, 4, bias=False), x=ROWS),
+    **{
+        f"cross entropy, {reduction}": Case(
+            lambda x, w, m, reduction=reduction: functional.cross_entropy(
+                x * w, torch.arange(len(x)) % 4, reduction=reduction, ignore_index=2, label_smoothing=0.1
+            ),
+            x=ROWS, w=(6,),
+        )
+        for reduction in ("none", "mean", "sum")
+    },
+    "cross entropy of weighted classes": Case(
+        lambda x, w, m: functional.cross_entropy(x * w, torch.arange(len(x)) % 4, torch.arange(6.0, dtype=x.dtype)),
+        x=ROWS, w=(6,), looped=True,
+    ),
     "linear of a constant": Case(lambda x, w, m: functional.linear(x, torch.ones(2, 6, dtype=x.dtype))),
     "linear used twice": Case(lambda x, w, m: m.fc(m.fc(x).tanh()), x=ROWS, parts=lambda: {"fc": nn.Linear(6, 6)}),
     "bilinear": Case(lambda x, w, m: m.fc(x, x), x=ROWS, looped=True, parts=lambda: {"fc": nn.Bilinear(6, 6, 2)}),
