@@ -28,7 +28,7 @@ from crossbow_py.engine.rounds import Draws, Round, RoundOutcome, RoundTasks, sm
 from crossbow_py.engine.update.optimizers import side_by_side
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.packs.padding import Padding
-from crossbow_py.packs.trial import Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
+from crossbow_py.packs.trial import Checkpoint, Row, TrialSettings, new_row, own_dropout_rate, read_row, with_zero_state
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_bank, load_state
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.executor_choice import new_bank
@@ -62,6 +62,7 @@ class TrialRow:
         planned_samples: its length if it is trained to the end, for its schedule.
         dropout_rate: the rate of the model's dropout layers; read if trials of its signature may differ in it.
         padding: how it lies in the wider model of its pack; None if its pack has its own model.
+        first: the row that it begins with, without what is frozen; None if it is to be made.
         loss_sum, num_losses: sums over the rounds of this segment.
         failure: why it cannot go on.
         is_idle: whether it trains on for nobody, until another takes its row.
@@ -74,6 +75,7 @@ class TrialRow:
     planned_samples: int
     dropout_rate: float = 0.0
     padding: Padding | None = None
+    first: Row | None = None
     samples_seen: int = 0
     num_rounds: int = 0
     loss_sum: float = 0.0
@@ -185,8 +187,8 @@ class Pack:
         if member.begun is not None:
             row = member.begun.row
         else:
-            model = member.settings.new_model().to(self.job.choices.device)
-            row = new_row(model, self._update.optimizer.state_names)
+            row = member.first or new_row(member.settings.new_model().to(self.job.choices.device))
+            row = with_zero_state(row, self._update.optimizer.state_names)
         if self._shares_base:
             row = {**row, "frozen": self._checked(row)}
         return row if member.padding is None else member.padding.pad_row(row)

@@ -107,23 +107,24 @@ def own_dropout_rate(model: nn.Module) -> float | None:
     return rates.pop() if len(rates) == 1 else None
 
 
-def new_row(model: nn.Module, state_names: tuple[str, ...]) -> Row:
-    """Return the row of a learner that begins as `model`."""
+def new_row(model: nn.Module) -> Row:
+    """Return the row of a learner that begins as `model`, without optimizer state."""
     parameters = {name: own for name, own in model.named_parameters() if own.requires_grad}
-    weights, frozen = (
-        {name: value.detach().unsqueeze(0) for name, value in named.items()}
-        for named in (parameters, frozen_parameters(model))
-    )
     buffers = dict(model.named_buffers())
     return {
-        "weights": weights,
-        "frozen": frozen,
-        "state": {state: {name: torch.zeros_like(value) for name, value in weights.items()} for state in state_names},
+        "weights": {name: value.detach().unsqueeze(0) for name, value in parameters.items()},
+        "frozen": {name: value.detach().unsqueeze(0) for name, value in frozen_parameters(model).items()},
         "buffers": {name: value.unsqueeze(0) for name, value in buffers.items() if value.is_floating_point()},
         "integer_buffers": [{name: value for name, value in buffers.items() if not value.is_floating_point()}],
         "step_counts": [0],
         "optimizers": [None],
     }
+
+
+def with_zero_state(row: Row, state_names: tuple[str, ...]) -> Row:
+    """Return the row of a learner that begins, with optimizer state."""
+    zeros = {name: torch.zeros_like(value) for name, value in row["weights"].items()}
+    return {**row, "state": dict.fromkeys(state_names, zeros)}
 
 
 def read_row(bank: ReplicaBank, row: int) -> Row:

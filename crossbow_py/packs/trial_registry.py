@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, UserError, one_line, text_of
@@ -15,14 +16,14 @@ from crossbow_py.core.trees import Tree, call, values_per_sample
 from crossbow_py.data.datasets import Classes
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.mixing import check_mixable
-from crossbow_py.engine.bank.frozen_base import frozen_values
+from crossbow_py.engine.bank.frozen_base import frozen_parameters, frozen_values
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.modules.losses import Loss, TokenLoss, has_tokens, model_loss, plain_loss
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.packs.pack import TrialRow
 from crossbow_py.packs.padding import Padding, family, padding_for
 from crossbow_py.packs.policies import Waiting
-from crossbow_py.packs.trial import Checkpoint, TrialSettings, own_dropout_rate, signature
+from crossbow_py.packs.trial import Checkpoint, Row, TrialSettings, new_row, own_dropout_rate, signature
 from crossbow_py.packs.width import BUDGET_S, SHARE, CompatibleTrials, Width, measured_width
 from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy
@@ -84,10 +85,18 @@ class Described:
     signature: str
     dropout_rate: float
     padding: Padding | None = None
+    first: Row | None = None  # what it begins with, if most of the model is frozen and so need not be made again
 
     def row(self, trial: int, begun: Checkpoint | None, end_samples: int, planned_samples: int) -> TrialRow:
         """Return a row for it."""
-        return TrialRow(trial, self.settings, begun, end_samples, planned_samples, self.dropout_rate, self.padding)
+        first = None if begun is not None else self.first
+        return TrialRow(
+            trial, self.settings, begun, end_samples, planned_samples, self.dropout_rate, self.padding, first
+        )
+
+
+def _is_mostly_frozen(model: nn.Module) -> bool:
+    return sum(map(torch.numel, frozen_parameters(model).values())) > sum(map(torch.numel, model.parameters())) / 2
 
 
 class TrialRegistry:
@@ -144,7 +153,9 @@ class TrialRegistry:
                 if key not in self._kinds and key not in self._paddings:
                     self._add(key, settings, model)
                 key, padding = self._paddings.get(key, (key, None))
-                self._described[trial] = Described(settings, key, own_dropout_rate(model) or 0.0, padding)
+                shares = self._kinds[key].shares_base and _is_mostly_frozen(model)
+                first = {**new_row(model), "frozen": {}} if shares else None
+                self._described[trial] = Described(settings, key, own_dropout_rate(model) or 0.0, padding, first)
             except (DataError, DeviceLostError):
                 raise
             except Exception as error:  # of the user's model

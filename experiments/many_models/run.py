@@ -40,6 +40,8 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "far widths": ("the same of 64, 48 and 32 units", ("many", BY_WIDTH, PLAIN)),
     "GRU widths": ("the 16 GRUs, of 32, 28 and 24 units", ("many", BY_WIDTH, PLAIN)),
     "GRU far widths": ("the same of 32, 24 and 16 units", ("many", BY_WIDTH, PLAIN)),
+    "adapters": ("16 LoRA adapters of rank 8, BERT of 11 M, 32 tokens, b = 2", ("many", PLAIN, CORES)),
+    "probes": ("16 linear layers on one frozen ResNet-18, b = 16", ("many", PLAIN, CORES)),
     "shared": ("16 MLPs 784-64-10, the same batches", ("many",)),
     "own": ("16 MLPs 784-64-10, an order each", ("many",)),
     "32": ("32 rows, MLP 16-16-1, b = 16", ("many",)),
