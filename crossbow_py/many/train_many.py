@@ -291,7 +291,8 @@ class ManyRun:
         )
         train = self._feed(self.data.train, strongest, "training")
         if train.rounded is not None and settings.precision == "auto" and self.choices.precision != FP32:
-            self._note(f"precision is fp32, because {train.rounded.remark(self.choices.precision.compute)}.")
+            reason, _, _ = train.rounded.remark(self.choices.precision.compute).partition("; ")
+            self._note(f"precision is fp32, because {reason}.")
             self.choices = dataclasses.replace(self.choices, precision=FP32)
             train = self._feed(self.data.train, strongest, "training")
         if not isinstance(train, ResidentFeed):
