@@ -257,8 +257,8 @@ class ManyRun:
 
     def _standardized(self, settings: TrialSettings) -> TrialSettings:
         """Have a member's model compute in standard deviations of the targets of its own samples."""
-        places = None if settings.order is None else settings.order.subset
-        statistics = target_statistics(self.data.train, self.arguments.loss, places)
+        own = (None, None) if settings.order is None else (settings.order.subset, settings.order.weights)
+        statistics = target_statistics(self.data.train, self.arguments.loss, *own)
         asked = self.arguments.standardize_targets is True
         make_model = standardizing(settings.make_model, *statistics, asked)
         return dataclasses.replace(settings, make_model=make_model, model_key=f"{settings.model_key}, standardized")

@@ -96,9 +96,12 @@ def standardizes(asked: bool | Literal["auto"], data: Data, loss: Loss | None) -
 
 
 def target_statistics(
-    data: Data, loss: Loss | None, places: npt.NDArray[np.int64] | None = None
-) -> tuple[Tensor, Tensor]:
+    data: Data, loss: Loss | None, places: npt.NDArray[np.int64] | None = None,
+    weights: npt.NDArray[np.float64] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the mean and standard deviation [D] of the targets of training data, or of the samples `places` alone.
+
+    Each counts by its weight in `weights`, if there are any.
 
     Raises UserError where models cannot be standardized by them.
     """
@@ -110,7 +113,7 @@ def target_statistics(
         )
     if loss is None or takes_classes(loss):
         raise UserError("standardize_targets=True is for regression, got cross-entropy; leave it out, or set loss.")
-    return statistics_of(pair[1], places)
+    return statistics_of(pair[1], places, weights)
 
 
 def classes_of(loss: Loss, output: Tree, targets: Tensor) -> Classes | None:
