@@ -173,12 +173,12 @@ def _settled(number: int, name: str, member: Member, study: Study, makers: dict[
     what, total = f"member {name}", study.num_samples
     with _naming(what):
         seed = number + (study.common.seed or 0) if member.seed is None else member.seed
-        JobSettings(
+        job = JobSettings(
             seed=seed, order_seed=member.order_seed, batch_size=whole.batch_size,
             label_smoothing=whole.label_smoothing or 0.0,
         )  # fmt: skip
-        StopConditions(max_epochs=whole.max_epochs)
-        if not math.isfinite(whole.max_epochs):
+        max_epochs = StopConditions(max_epochs=whole.max_epochs).max_epochs
+        if max_epochs is None or not math.isfinite(max_epochs):
             raise UserError(f"max_epochs must be a number, got {whole.max_epochs}.")
         fallback = study.schedule if member.optimizer is None else Constant()
         optimizer, schedule = rule_of("optimizer", whole.optimizer), rule_of("schedule", whole.schedule or fallback)
@@ -186,22 +186,22 @@ def _settled(number: int, name: str, member: Member, study: Study, makers: dict[
         if not isinstance(augmentation, Augmentation):
             raise UserError(f"augmentation must be an Augmentation, got {augmentation!r}.")
         ids, validation = _samples(whole, total)
-        order = _order(member, ids, study)
+        order = _order(replace(member, order_seed=job.order_seed), ids, study)
     size = total if order is None else order.num_samples
-    if whole.batch_size > size:
-        raise UserError(f"{what}: batch_size={whole.batch_size} is more than its samples; choose at most {size}.")
+    if job.batch_size > size:
+        raise UserError(f"{what}: batch_size={job.batch_size} is more than its samples; choose at most {size}.")
     settings = TrialSettings(
-        seed=seed,
+        seed=job.seed,
         make_model=whole.model,
         model_key=makers.setdefault(_maker_key(whole.model), f"model {len(makers)}"),
-        batch_size=whole.batch_size,
+        batch_size=job.batch_size,
         optimizer=optimizer,
         schedule=schedule,
-        label_smoothing=whole.label_smoothing or 0.0,
+        label_smoothing=job.label_smoothing,
         augmentation=augmentation,
         order=order,
     )
-    return Settled(number, name, member.group, settings, float(whole.max_epochs), validation)
+    return Settled(number, name, member.group, settings, max_epochs, validation)
 
 
 def _samples(member: Member, total: int) -> tuple[Ids | None, Ids | None]:
@@ -262,6 +262,8 @@ def _places(what: str, given: Any, total: int, unique: bool = False) -> Ids:
         raise UserError(
             f"{what} must be places of training samples, 0 to {total - 1}, or {total} booleans, got {_short(given)}."
         )
+    if places.shape == (total,) and total > 2 and places.max() <= 1 and places.min() >= 0:
+        raise UserError(f"{what} looks like a mask of {total} zeros and ones; give it as booleans, or the places of ones.")
     places = places.astype(np.int64)
     if places.min() < 0 or places.max() >= total:
         outside = places[(places < 0) | (places >= total)][0]

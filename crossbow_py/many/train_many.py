@@ -148,7 +148,8 @@ def train_many(arguments: ManyArguments) -> Results:
             else. An epoch is a pass over the member's own samples.
         max_rounds: most rounds of a member, of one batch each; None for no such end.
         loss, metrics, mean, std, num_classes, sampling: as for `Trainer`.
-        standardize_targets: as for `Trainer`, by the targets of each member's own samples.
+        standardize_targets: as for `Trainer`, by the targets of each member's own samples. It is so for all members
+            or for none: by default for none if one of them has an optimizer of its own.
         patience: a member stops after this many evaluations in a row that were not its best, and returns the weights
             of the best one. The best has the highest accuracy, or the lowest loss where there is none.
         restore_best: members return the weights of their best evaluation, not the last.
@@ -237,15 +238,16 @@ class ManyRun:
             Member(**common), self.data.train, self.settings.sample_order_seed, self.settings.sampling, fallback
         )
         found = settled(given.members, study)
+        if given.standardize_targets == "auto" and any(each is not None for each in (given.optimizer, *own)):
+            # With an optimizer numbers are those of a plain loop, and members are compared: all do the same.
+            if self._standardizes and given.optimizer is None and None in own:
+                self._note(
+                    "Targets are not standardized, as some members have an optimizer of their own; "
+                    "standardize_targets=True does so for all members."
+                )
+            self._standardizes = False
         if self._standardizes:
-            # By itself only where no optimizer is given: with one, numbers are those of a plain loop.
-            asked, every = given.standardize_targets is True, own * (len(found) // len(own))
-            takes = [asked or (given.optimizer is None and each is None) for each in every]
-            found = [
-                dataclasses.replace(each, settings=self._standardized(each.settings)) if is_taken else each
-                for each, is_taken in zip(found, takes, strict=True)
-            ]
-            self._standardizes = any(takes)
+            found = [dataclasses.replace(each, settings=self._standardized(each.settings)) for each in found]
         if given.output_dir is None:
             return found
         shared = digest_of(

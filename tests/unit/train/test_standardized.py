@@ -159,13 +159,16 @@ def test_only_runs_whose_optimizer_is_not_given_standardize_by_themselves(
     assert {is_done(model), is_done(many)} == {is_standardized}
 
 
-def test_member_with_an_optimizer_of_its_own_keeps_the_numbers_of_plain_pytorch() -> None:
+def test_members_are_all_standardized_or_none_and_it_is_said() -> None:
+    """Catches members in one call that are compared in training losses of other units, without a word."""
     members = [Member(), Member(seed=1, optimizer=SGD(learning_rate=1e-6))]
-    found = train_many(linear, DATA, members=members, max_rounds=1, **options(optimizer=None))
-    assert [hasattr(each.model, "target_mean") for each in found] == [True, False]
-    plain = train_many(linear, DATA, members=members[1:], max_rounds=1, **options(optimizer=None))
-    assert torch.equal(found[1].model.weight, plain[0].model.weight)
-    assert [hasattr(each.model, "target_mean") for each in plain] == [False]
+    plain = options(optimizer=None)
+    for given, expected in ((members, False), (members[1:], False), (members[:1], True), (2, True)):
+        found = train_many(linear, DATA, members=given, max_rounds=1, **plain)
+        assert {is_done(each.model) for each in found} == {expected}
+        assert any("Targets are not standardized" in each for each in found.notes) == (given is members)
+    asked = train_many(linear, DATA, members=members, max_rounds=1, **{**plain, "standardize_targets": True})
+    assert {is_done(each.model) for each in asked} == {True}
 
 
 def test_members_of_different_units_are_not_ranked_by_their_training_losses() -> None:
