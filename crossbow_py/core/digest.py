@@ -117,7 +117,7 @@ def _inner(value: Any) -> Iterator[Any]:  # noqa: C901, PLR0912  one case a kind
 
 def _named(code: types.CodeType, names: Mapping[str, Any]) -> dict[str, Any]:
     """Return what code names of `names`, those of its module, and of other modules of the user's that it names."""
-    found, attributes = {}, set()
+    found, attributes = dict[str, Any](), set[str]()
     for own in _with_inner(code):
         attributes.update(own.co_names)
         for each in dis.get_instructions(own):

@@ -72,7 +72,8 @@ class MemberResult:
     def model(self) -> nn.Module:
         """The trained model, in float32 and evaluation mode. Raises UserError if the member failed."""
         if self._module is None:
-            raise UserError(f"member {self.name} has no model, as it {self.status}: {self.reason or 'it was stopped'}.")
+            why = f"it failed: {self.reason}" if self.status == "failed" else "it was stopped before it began"
+            raise UserError(f"member {self.name} has no model, as {why}.")
         return self._module()
 
     @property

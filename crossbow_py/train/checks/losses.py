@@ -43,6 +43,7 @@ _IS_A_SUM = (
     "as a sum is; divide it by the number of its samples, or leave reduction='sum' out."
 )
 _LARGE = 1000.0  # of targets that are numbers
+_AS_CLASSES = "give targets.long(), or an array as y.astype(np.int64)"
 _CLASS_DTYPES = (torch.int64, torch.uint8)
 
 
@@ -165,7 +166,7 @@ def _unfit(loss: Callable[[Any, Tensor], Tensor | float], output: Tensor, target
         if has_integers(targets) and squeezed == (*output.shape[:1], *output.shape[2:]) and output.shape[1:2] != (1,):
             return f"{given}: classes have no dimension of channels; give targets.squeeze(1)."
         if isinstance(loss, nn.NLLLoss) and has_integers(targets) and targets.dtype not in _CLASS_DTYPES:
-            return f"{given}: classes are int64, got {_kind(targets)}; give targets.long()."
+            return f"{given}: classes are int64, got {_kind(targets)}; {_AS_CLASSES}."
     if loss is _F.cross_entropy:
         return _no_classes(given, output, targets)
     if _is_of(loss, (_F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss)) and not targets.is_floating_point():
@@ -312,7 +313,7 @@ def _no_classes(given: str, output: Tensor, targets: Tensor) -> str | None:
             return f"{given}: it takes the scores of classes from dimension 1; return output.movedim(-1, 1)."
         return None
     if has_integers(targets):
-        return f"{given}: classes are int64, got {kind}; give targets.long()."
+        return f"{given}: classes are int64, got {kind}; {_AS_CLASSES}."
     if targets.is_floating_point() and targets.shape == output.shape and output.ndim > 1 and output.shape[1] > 1:
         return not_shares(targets)
     return (

@@ -539,6 +539,8 @@ def test_only_members_that_have_ended_count_in_what_is_summed_up() -> None:
         ([Member(subset=[0.5])], "member 0: subset must be places"),
         ([Member(subset=[[1], [2, 3]])], "member 0: subset must be places"),  # type: ignore[list-item]
         ([Member(subset=[True] * 59)], "member 0: subset must be places"),
+        ([Member(subset=np.arange(60) % 2)], "member 0: subset looks like a mask, 60 zeros and ones; give it as bool"),
+        ([Member(validation=[1] * 60)], "member 0: validation looks like a mask"),
         ([Member(), Member(subset=[1, 60])], "member 1: subset has place 60, and there are 60 training samples, 0 to"),
         ([Member(subset=[-1])], "member 0: subset has place -1"),
         ([Member(validation=[3, 3])], "member 0: validation has place 3 2 times; give each once."),
@@ -585,6 +587,8 @@ def test_members_that_cannot_be_are_refused_by_name(members: Any, message: str) 
         ({"data": [(torch.zeros(4 + n % 2), 0) for n in range(300)]}, "samples of the data set cannot be stacked"),
         ({"data": [(torch.zeros(4 + (n == 299)), 0) for n in range(300)]}, "cannot be stacked"),
         ({"data": Flipped()}, "is another one when it is read again, as by a random transform"),
+        ({"data": (DATA[0].numpy(), DATA[1].numpy().astype(str))}, r"<U21\); give .* names of classes as np.unique"),
+        ({"data": (DATA[0].numpy(), DATA[1].numpy().astype("i4"))}, r"got int32; .* or an array as y.astype\("),
         ({"test_data": (torch.zeros(5, 7), torch.zeros(5).long())}, "the model cannot take the test data, inputs"),
     ],
 )
@@ -596,6 +600,22 @@ def test_arguments_that_cannot_be_are_refused(given: dict[str, Any], message: st
 def test_unknown_argument_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'epochs'; did you mean max_epochs=..."):
         train(2, epochs=3)
+
+    with pytest.raises(TypeError, match=r"'lr'; did you mean optimizer=SGD\(learning_rate=...\)?"):
+        Member(lr=0.1)  # type: ignore[call-arg]
+
+
+def test_numbers_of_numpy_are_taken_as_pythons_are(tmp_path: Path) -> None:
+    """Catches a loop over np.arange that is refused, or that is not found again by the same numbers of Python's."""
+    numbers: list[Any] = [*np.arange(2)]
+    sizes: Any = {"batch_size": np.int32(8), "max_epochs": np.float32(2)}
+    own = [Member(seed=s, order_seed=s, **sizes) for s in numbers]
+    found = train(own, output_dir=tmp_path, optimizer=SGD(learning_rate=np.float32(0.5)))  # type: ignore[arg-type]
+    plain = [Member(seed=s, order_seed=s, max_epochs=2) for s in range(2)]
+    again = train(plain, output_dir=tmp_path, optimizer=SGD(learning_rate=0.5))
+    assert found.images_per_s > 0 and again.images_per_s == 0
+    assert [type(each.seed) for each in found] == [int, int]
+    assert len(folds(np.int64(9), np.int64(3))) == 3 and len(train(np.int64(2), max_rounds=1)) == 2  # type: ignore[arg-type]
 
 
 def test_folds_that_cannot_be_are_refused() -> None:
