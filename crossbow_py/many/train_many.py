@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import KW_ONLY, dataclass, fields
@@ -278,6 +279,7 @@ class ManyRun:
             check_trusted(try_once(self.choices.device, self._note), self.choices.precision)
         template = seeded_model(first.settings.make_model, first.settings.seed, None)
         self._note_equal_starts(template)
+        self._note_twins()
         loss, self.data = settled_loss_of(self.arguments.loss, template, data, settings, self.choices.device)
         for note in remarks_on_targets(self.data.train, loss, template):
             by_own = self._standardizes and any(each.settings.order is not None for each in self.members)
@@ -333,6 +335,19 @@ class ManyRun:
             return
         for note in remarks_on_starts(template, seeded_model(other.make_model, other.seed, None)):
             self._note(note)
+
+    def _note_twins(self) -> None:
+        """Tell of members that train the same as others, whose interval would be 0."""
+        seeds = Counter(each.settings.seed for each in self.members)
+        same = Counter(
+            digest_of({**vars(each.settings), "make_model": None}, each.max_epochs)
+            for each in self.members if seeds[each.settings.seed] > 1
+        )  # fmt: skip
+        if twins := sum(count - 1 for count in same.values()):
+            self._note(
+                f"Of {len(self.members)} members {twins} repeat the seed, samples and settings of another, and count "
+                "in means and intervals all the same; give each a seed of its own."
+            )
 
     def _trial(self, number: int, _: Mapping[str, Any]) -> TrialSettings:
         return self.members[number].settings

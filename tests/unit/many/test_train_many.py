@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -319,6 +320,20 @@ def test_seeds_that_do_not_change_the_weights_are_told() -> None:
             assert any("begin with the same weights" in note for note in notes) == told
 
 
+def test_members_that_train_the_same_are_told() -> None:
+    """Catches an interval of ± 0 of one model that is there twice."""
+    members = [
+        Member(seed=1),
+        Member(seed=1),
+        Member(seed=1, order_seed=3),
+        Member(seed=1, subset=HALF),
+        Member(seed=2),
+    ]
+    for own, said in ((members, True), (members[1:], False)):
+        notes = train(own, max_rounds=1).notes
+        assert any(note.startswith("Of 5 members 1 repeat the seed") for note in notes) == said
+
+
 @pytest.mark.parametrize("executor", ["serial", "fused"])
 def test_row_that_diverges_once_its_member_has_ended_stops_nobody(executor: str) -> None:
     # The first grows without bound, and ends before it is not finite; its row goes on for nobody.
@@ -518,6 +533,22 @@ def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> N
         mean = torch.stack([each.model(TEST[0]).softmax(1) for each in found]).mean(0)
     assert together is not None
     assert together["accuracy"] == pytest.approx(float((mean.argmax(1) == TEST[1]).double().mean()))
+
+
+def test_results_are_pickled_without_models_and_say_so() -> None:
+    """Catches results of a model from a local function, which no process could be given."""
+
+    def local() -> nn.Module:
+        return make()
+
+    found = train([Member(subset=fold) for fold in folds(DATA, 2)], model=local, test_data=TEST, max_rounds=1)
+    assert found[0].model is not None
+    again = pickle.loads(pickle.dumps(found))
+    assert str(again) == str(found)
+    assert_equal(dict(again[1].state), dict(found[1].state))
+    for ask in (lambda: again[0].model, again.ensemble, again.out_of_fold):
+        with pytest.raises(UserError, match="results that were pickled have figures and weights alone"):
+            ask()
 
 
 def test_only_members_that_have_ended_count_in_what_is_summed_up() -> None:
