@@ -6,6 +6,7 @@ classes of the user's own modules, however deep. What they name of installed pac
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import dis
 import hashlib
@@ -22,7 +23,10 @@ from torch import Tensor, nn
 
 _LIBRARIES = ("torch.", "builtins.", "collections.", "abc.", "typing.", "functools.", "numpy.", "crossbow_py.")
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_PLAIN = (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, np.ndarray, np.generic, Tensor)
+_PLAIN = (
+    bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, np.ndarray, np.generic, Tensor,
+    types.SimpleNamespace, argparse.Namespace,
+)  # fmt: skip
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial, type)
 _DEEPEST = 12
 
@@ -92,7 +96,7 @@ def _inner(value: Any) -> Iterator[Any]:  # noqa: C901, PLR0912  one case a kind
         case types.FunctionType():
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             yield from (f"{value.__module__}.{value.__qualname__}", value.__code__, value.__defaults__, cells)
-            yield value.__kwdefaults__
+            yield from (value.__kwdefaults__, vars(value))
             yield {} if _is_installed(value.__module__) else _named(value.__code__, value.__globals__)
         case types.ModuleType():
             yield value.__name__

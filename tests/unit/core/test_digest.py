@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from crossbow_py.core.digest import digest_of
 from tests import trainers
 
-LIMIT, SHARES, WEIGHTS = 0.0, {"a": 1.0}, torch.ones(3)
+LIMIT, SHARES, WEIGHTS, ARGUMENTS = 0.0, {"a": 1.0}, torch.ones(3), argparse.Namespace(rate=1)
 
 
 def helper(outputs: Tensor) -> Tensor:
@@ -36,6 +37,7 @@ class Net(nn.Module):
     [
         (lambda outputs: [outputs > LIMIT for _ in range(2)], (globals(), "LIMIT", 3.0)),
         (caller, (SHARES, "a", 2.0)),
+        (lambda: ARGUMENTS.rate, (ARGUMENTS, "rate", 2)),
         (caller, (globals(), "helper", lambda outputs: outputs)),
         (Net(), (globals(), "WEIGHTS", torch.tensor([1.0, 1.0, 2.0]))),
         (Net(), (Net, "width", 2)),
