@@ -222,8 +222,9 @@ class Results(Sequence[MemberResult]):
         return f"<Results of {len(self)} members, {ended} finished: {means or 'nothing was measured'}>"
 
     def ensemble(self) -> dict[str, float] | None:
-        """Return what the members together have on the test data: accuracy and loss of their mean prediction.
+        """Return what the members together have on the test data: accuracy, loss and metrics of their mean prediction.
 
+        Metrics get it as scores, logarithms of mean probabilities where the loss is cross-entropy.
         None without test data, or with fewer than two models.
         """
         return None if self._together is None else self._together(self)

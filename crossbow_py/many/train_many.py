@@ -25,12 +25,12 @@ from crossbow_py.core.files import given_path, locked
 from crossbow_py.core.host import read_host
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.datasets import Classes, Data, as_pair, check_data, counted, in_tensors, num_samples
+from crossbow_py.data.datasets import Classes, Data, as_pair, check_data, in_tensors, num_samples
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.streaming.items import loaded
 from crossbow_py.data.streaming.streamed_data import StreamedData
-from crossbow_py.engine.modules.losses import IGNORED, Loss, compared, is_classification, plain_loss, takes_classes
+from crossbow_py.engine.modules.losses import IGNORED, Loss, plain_loss, takes_classes
 from crossbow_py.engine.modules.precision import FP32, ordinary_modes
 from crossbow_py.engine.modules.standardized import StandardizedLoss, is_standardized, standardizing
 from crossbow_py.engine.update.optimizers import Optimizer
@@ -44,7 +44,7 @@ from crossbow_py.train.arguments import check_keywords, default_optimizer, rule_
 from crossbow_py.train.build import count_classes, new_feed, settled_loss_of
 from crossbow_py.train.checks.losses import remarks_on_targets, standardizes, target_statistics
 from crossbow_py.train.checks.seeded_model import MakeModel, remarks_on_starts, seeded_model
-from crossbow_py.train.evaluation.evaluator import Evaluator
+from crossbow_py.train.evaluation.evaluator import Evaluator, Tally
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
 from crossbow_py.train.ladder.ladder import check_trusted, try_once
 from crossbow_py.train.run import DataSets
@@ -428,7 +428,7 @@ class ManyRun:
         return dataclasses.replace(result, _module=lambda: self._evaluator(member).module(result.state).cpu())
 
     def _together(self, results: Sequence[MemberResult]) -> dict[str, float] | None:
-        """Return loss and accuracy of the mean prediction on the test data."""
+        """Return loss, accuracy and metrics of the mean prediction on the test data."""
         found = [pair for pair in zip(self.members, results, strict=True) if pair[1].has_ended]
         if self.test is None or len(found) < 2:
             return None
@@ -436,17 +436,12 @@ class ManyRun:
         mean = functools.reduce(torch.add, predictions) / len(found)
         evaluator = self._evaluator(self.members[0])
         targets = torch.cat([batch.targets for batch in self.test.evaluation_batches(evaluator.batch_size)])
-        mean, targets = compared(evaluator.loss, mean, targets)  # tokens one by one
-        if not takes_classes(evaluator.loss):
-            return {"loss": float(evaluator.loss(mean, targets))}
-        if targets.is_floating_point():  # shares of classes
-            return {"loss": float(-(targets * mean.log()).sum(1).mean())}
-        ignored = IGNORED if evaluator.ignored is None else evaluator.ignored
-        loss = {"loss": float(nn.functional.nll_loss(mean.log(), targets, ignore_index=ignored))}
-        if not is_classification(mean, targets):
-            return loss
-        counts = counted(targets, ignored)
-        return {"accuracy": float((mean.argmax(1) == targets)[counts].double().mean()), **loss}
+        if takes_classes(evaluator.loss) and mean.ndim > 1:  # scores of which the softmax is this mean
+            mean = mean.clamp(min=torch.finfo(mean.dtype).tiny).log()
+        tally = Tally(evaluator, 1, mean.device)
+        tally.add(mean[None], targets)
+        (its,) = tally.evaluations()
+        return {**({} if its.accuracy is None else {"accuracy": its.accuracy}), "loss": its.loss, **its.metrics}
 
     def _held_out(self, found: Sequence[MemberResult]) -> Iterator[tuple[int, Ids, Evaluator, Feed]]:
         for member, result in zip(self.members, found, strict=True):

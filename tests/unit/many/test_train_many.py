@@ -518,7 +518,8 @@ def test_tokens_have_predictions_and_an_ensemble_too() -> None:
 def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> None:
     members = [Member(name=f"{rate} {n}", group=f"rate {rate}", seed=n, optimizer=SGD(learning_rate=rate))
                for rate in (0.1, 0.2) for n in range(2)]  # fmt: skip
-    found = train(members, test_data=TEST)
+    right = {"right": lambda scores, targets: (scores.argmax(1) == targets).float().mean()}
+    found = train(members, test_data=TEST, metrics=right)
     values = [each.test_accuracy or 0.0 for each in found]
     summary = found.summary()["test_accuracy"]
     assert summary.mean == pytest.approx(np.mean(values)) and summary.n == 4
@@ -532,7 +533,9 @@ def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> N
     with torch.no_grad():
         mean = torch.stack([each.model(TEST[0]).softmax(1) for each in found]).mean(0)
     assert together is not None
-    assert together["accuracy"] == pytest.approx(float((mean.argmax(1) == TEST[1]).double().mean()))
+    accuracy = float((mean.argmax(1) == TEST[1]).double().mean())
+    loss = float(nn.functional.nll_loss(mean.log(), TEST[1]))
+    assert together == pytest.approx({"accuracy": accuracy, "loss": loss, "right": accuracy})
 
 
 def test_results_are_pickled_without_models_and_say_so() -> None:
