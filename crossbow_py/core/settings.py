@@ -22,6 +22,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import numpy as np
+
 from crossbow_py.core.errors import UserError
 
 T = TypeVar("T")
@@ -242,8 +244,9 @@ def _join(path: str, key: object) -> str:
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """Convert without any loss: whole numbers to float where a float is wanted, lists to tuples."""
+    """Convert without any loss: NumPy's numbers to Python's, whole ones to float where asked, lists to tuples."""
     options = _options(hint)
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, list):
         item = next((typing.get_args(o)[0] for o in options if typing.get_origin(o) is tuple), None)
         return tuple(_convert(entry, item) if item else entry for entry in value)

@@ -25,7 +25,7 @@ from crossbow_py.data.datasets import (
     num_samples,
 )
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.normalisation import BatchFormat, Normalisation, rounded_integer
+from crossbow_py.data.normalisation import BatchFormat, Normalisation, digits_lost, not_finite
 from crossbow_py.data.resident.inputs import ClipInputs, ImageInputs, ResidentInputs, RowInputs, TreeInputs
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.sampler import SampleOrder
@@ -84,7 +84,9 @@ def make_feed(
         inputs = _resident_inputs(pair, augmentation, form, kernels)
         feed = ResidentFeed(inputs, pair[1].to(form.device), batch_size, seed, order)
         is_cast = form.normalisation is None or not isinstance(pair[0], Tensor)
-        feed.note_rounding(rounded_integer(pair[0], dtype) if is_cast else None, dtype)
+        if (sample := not_finite(pair[0])) is not None:
+            feed.note(f"The inputs of sample {sample} hold NaN or an infinity; fill them, or leave such samples out.")
+        feed.note_rounding(digits_lost(pair[0] if is_cast else (), pair[1], dtype), dtype)
         return feed
     streamed = data if isinstance(data, StreamedData) else ItemData(data)
     _check_streamed(data, augmentation)

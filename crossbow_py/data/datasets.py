@@ -228,9 +228,12 @@ def check_data(data: Any, what: str) -> None:
         return
     if isinstance(data, tuple | Mapping | TensorDataset):
         entries = data.tensors if isinstance(data, TensorDataset) else data
-        own = entries.items() if isinstance(entries, Mapping) else enumerate(entries)
+        own = [*(entries.items() if isinstance(entries, Mapping) else enumerate(entries))]
         kinds = ", ".join(f"{key}: {type(entry).__name__}" for key, entry in own)
-        remedy = "make tensors of NumPy arrays by torch.from_numpy"
+        remedy = "make arrays of lists by np.asarray, and tensors of arrays by torch.from_numpy"
+        if any(isinstance(each, np.ndarray) and each.dtype.kind not in "biufc" for _, each in own):
+            kinds = ", ".join(f"{key}: {getattr(entry, 'dtype', type(entry).__name__)}" for key, entry in own)
+            remedy = "give inputs as x.astype(np.float32), and names of classes as np.unique(y, return_inverse=True)[1]"
         if isinstance(data, Mapping) and not any(key in data for key in _TARGET_KEYS):
             remedy = f"call the targets {_TARGET_KEYS[0]}"
         raise UserError(f"{needs}, got ({kinds}); {remedy}.")

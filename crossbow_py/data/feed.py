@@ -18,7 +18,7 @@ from torch import Tensor
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.trees import Tree, map_tree
 from crossbow_py.data.datasets import Classes
-from crossbow_py.data.normalisation import Rounded
+from crossbow_py.data.normalisation import Loses
 
 # Each learner's batch in one piece, or the channels of all learners side by side.
 MemoryOrder = Literal["stacked", "channels"]
@@ -66,14 +66,14 @@ class Feed(ABC):
         STREAMS: whether batches are made while training goes on, so that they may be late.
         num_workers: processes that load batches.
         one_shape: whether all batches are of one shape, so that those of several learners can be put together.
-        rounded: the first integer among floating inputs that the dtype of batches rounds, None if none was seen yet.
+        rounded: what the dtype of batches loses of inputs and targets, None if nothing was seen yet.
         mixing: mixes training batches, given where they start, as `Mixing` does; None for none.
     """
 
     STREAMS: ClassVar[bool] = False
     num_workers: int = 0
     one_shape: bool = True
-    rounded: Rounded | None = None
+    rounded: Loses | None = None
     mixing: Callable[[Batch, int], Batch] | None = None
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
@@ -154,8 +154,12 @@ class Feed(ABC):
         notes, self._notes = self._notes, []
         return notes
 
-    def note_rounding(self, rounded: Rounded | None, dtype: torch.dtype) -> None:
-        """Keep the first integer that was found, and add a note for the user."""
+    def note(self, sentence: str) -> None:
+        """Add a sentence for the user."""
+        self._notes.append(sentence)
+
+    def note_rounding(self, rounded: Loses | None, dtype: torch.dtype) -> None:
+        """Keep the first loss of digits that was found, and add a note for the user."""
         if rounded is not None and self.rounded is None:
             self.rounded = rounded
             self._notes.append(rounded.sentence(dtype))

@@ -16,6 +16,7 @@ from crossbow_py.core.trees import Tree, leaves
 from crossbow_py.data.erasing import Eraser
 
 _VALUES_AT_ONCE = 2**22  # checked at a time, so that temporary copies are small
+_MOST_BLUR = 0.02  # of a column's standard deviation: rounding that adds no more noise than that is let be
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,68 @@ class Rounded(NamedTuple):
             f"the inputs have whole numbers that {kind} rounds: {self.value:.0f} becomes {self.becomes:.0f}; if they "
             f"are ids, years or counts, {remedy}give them as a tensor of integers"
         )
+
+
+class Blurred(NamedTuple):
+    """A column whose values lie so close together that a dtype rounds much of their differences away.
+
+    `share` is the root-mean-square error of rounding over the column's standard deviation.
+    """
+
+    what: str
+    column: int
+    mean: float
+    share: float
+
+    def sentence(self, dtype: torch.dtype) -> str:
+        """Return the remark as a sentence."""
+        return f"{self.remark(dtype).capitalize()}."
+
+    def remark(self, dtype: torch.dtype) -> str:
+        """Return the remark for the user, as a part of a sentence."""
+        kind = str(dtype).removeprefix("torch.")
+        return (
+            f"rounding to {kind} adds noise of {self.share:.0%} of its deviation to column {self.column} of the "
+            f"{self.what} (mean {self.mean:.4g}); subtract the mean and divide by the deviation, or set precision=fp32"
+        )
+
+
+Loses = Rounded | Blurred
+
+
+def digits_lost(inputs: Tree, targets: Tensor, dtype: torch.dtype) -> Loses | None:
+    """Return what batches in a floating dtype lose of inputs and targets, of [N, ...] each; None if only noise."""
+    for each in leaves(inputs):
+        if (found := _rounded_in(each, dtype) or _blurred_in(each, dtype, "inputs")) is not None:
+            return found
+    return _blurred_in(targets, dtype, "targets")
+
+
+def _blurred_in(values: Tensor, dtype: torch.dtype, what: str) -> Blurred | None:
+    """Return the column, along the last dimension and of images along the second, that rounding blurs the most."""
+    if not values.is_floating_point() or torch.finfo(values.dtype).eps >= torch.finfo(dtype).eps or len(values) < 2:
+        return None
+    few = values[: max(2, _VALUES_AT_ONCE * len(values) // max(1, values.numel()))].detach().double()
+    columns = few.movedim(1, -1) if few.ndim > 3 else few if few.ndim > 1 else few.unsqueeze(1)
+    columns = columns.flatten(0, -2)
+    mean, deviation = columns.mean(0), columns.std(0)
+    error = (columns.to(values.dtype).to(dtype).double() - columns).square().mean(0).sqrt()
+    share = torch.where(deviation > 0, error / deviation, 0.0).nan_to_num(0.0, 0.0)
+    worst = int(share.argmax()) if share.numel() else 0
+    if not share.numel() or share[worst] <= _MOST_BLUR:
+        return None
+    return Blurred(what, worst, float(mean[worst]), float(share[worst]))
+
+
+def not_finite(inputs: Tree) -> int | None:
+    """Return the first sample of floating inputs [N, ...] that holds NaN or an infinity, None if none does."""
+    for each in leaves(inputs):
+        if not each.is_floating_point() or not each.numel() or bool(each.sum(dtype=torch.float64).isfinite()):
+            continue
+        bad = (~each.isfinite()).flatten(1).any(1) if each.ndim > 1 else ~each.isfinite()
+        if bad.any():
+            return int(bad.int().argmax())
+    return None
 
 
 def rounded_integer(inputs: Tree, dtype: torch.dtype) -> Rounded | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from crossbow_py.data.randomness import permutation
 from crossbow_py.data.sampler import SampleOrder, balanced_weights
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.packs.trial import TrialSettings
-from crossbow_py.train.arguments import rule_of
+from crossbow_py.train.arguments import check_keywords, rule_of
 from crossbow_py.train.run_settings import JobSettings, StopConditions
 from crossbow_py.train.schedules import Constant, Schedule
 
@@ -70,6 +70,11 @@ class Member:
     sample_weights: npt.ArrayLike | None = None
     order_seed: int | None = None
 
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Make an object for `__init__`. Raises TypeError for an unknown keyword, with the one that was meant."""
+        check_keywords(given, (), [each.name for each in fields(cls)], in_fit=False)
+        return super().__new__(cls)
+
 
 def folds(data: Data | int, num_folds: int, seed: int = 0) -> list[Fold]:
     """Split training data into folds of equal size, each held out once; by class, where each sample has one.
@@ -82,13 +87,13 @@ def folds(data: Data | int, num_folds: int, seed: int = 0) -> list[Fold]:
     Raises:
         UserError: a fold would be empty, or a class would be in no training part of some fold.
     """
-    if isinstance(data, bool) or not isinstance(data, int):
+    if isinstance(data, bool) or not isinstance(data, int | np.integer):
         data = in_tensors(data)
         check_data(data, "the data set")
-    total = data if isinstance(data, int) else num_samples(data)
-    if isinstance(num_folds, bool) or not isinstance(num_folds, int) or not 2 <= num_folds <= total:
+    total = int(data) if isinstance(data, int | np.integer) else num_samples(data)
+    if isinstance(num_folds, bool) or not isinstance(num_folds, int | np.integer) or not 2 <= num_folds <= total:
         raise UserError(f"folds must be between 2 and the {total} training samples, got {num_folds!r}.")
-    labels = None if isinstance(data, int) else class_labels(data)
+    labels = None if isinstance(data, int | np.integer) else class_labels(data)
     order = permutation(seed, "folds", 0, total)
     if labels is not None and labels.ndim == 1:
         classes, counts = np.unique(labels, return_counts=True)
@@ -155,9 +160,9 @@ class Settled:
 
 def settled(members: int | Iterable[Member], study: Study) -> list[Settled]:
     """Return the members in full. Raises UserError, which names the member and what it has wrong."""
-    if isinstance(members, bool | float | str) or not isinstance(members, int | Iterable):
+    if isinstance(members, bool | float | str) or not isinstance(members, int | np.integer | Iterable):
         raise UserError(f"members must be a number or a list of Member, got {members!r}.")
-    found = [Member()] * members if isinstance(members, int) else list(members)
+    found = [Member()] * int(members) if isinstance(members, int | np.integer) else list(members)
     if not found:
         raise UserError("members must be at least one, got none; give members=8 for eight seeds, or a list of Member.")
     for number, member in enumerate(found):
@@ -173,12 +178,12 @@ def _settled(number: int, name: str, member: Member, study: Study, makers: dict[
     what, total = f"member {name}", study.num_samples
     with _naming(what):
         seed = number + (study.common.seed or 0) if member.seed is None else member.seed
-        JobSettings(
+        job = JobSettings(
             seed=seed, order_seed=member.order_seed, batch_size=whole.batch_size,
             label_smoothing=whole.label_smoothing or 0.0,
         )  # fmt: skip
-        StopConditions(max_epochs=whole.max_epochs)
-        if not math.isfinite(whole.max_epochs):
+        max_epochs = StopConditions(max_epochs=whole.max_epochs).max_epochs
+        if max_epochs is None or not math.isfinite(max_epochs):
             raise UserError(f"max_epochs must be a number, got {whole.max_epochs}.")
         fallback = study.schedule if member.optimizer is None else Constant()
         optimizer, schedule = rule_of("optimizer", whole.optimizer), rule_of("schedule", whole.schedule or fallback)
@@ -186,22 +191,22 @@ def _settled(number: int, name: str, member: Member, study: Study, makers: dict[
         if not isinstance(augmentation, Augmentation):
             raise UserError(f"augmentation must be an Augmentation, got {augmentation!r}.")
         ids, validation = _samples(whole, total)
-        order = _order(member, ids, study)
+        order = _order(replace(member, order_seed=job.order_seed), ids, study)
     size = total if order is None else order.num_samples
-    if whole.batch_size > size:
-        raise UserError(f"{what}: batch_size={whole.batch_size} is more than its samples; choose at most {size}.")
+    if job.batch_size > size:
+        raise UserError(f"{what}: batch_size={job.batch_size} is more than its samples; choose at most {size}.")
     settings = TrialSettings(
-        seed=seed,
+        seed=job.seed,
         make_model=whole.model,
         model_key=makers.setdefault(_maker_key(whole.model), f"model {len(makers)}"),
-        batch_size=whole.batch_size,
+        batch_size=job.batch_size,
         optimizer=optimizer,
         schedule=schedule,
-        label_smoothing=whole.label_smoothing or 0.0,
+        label_smoothing=job.label_smoothing,
         augmentation=augmentation,
         order=order,
     )
-    return Settled(number, name, member.group, settings, float(whole.max_epochs), validation)
+    return Settled(number, name, member.group, settings, max_epochs, validation)
 
 
 def _samples(member: Member, total: int) -> tuple[Ids | None, Ids | None]:
@@ -262,6 +267,8 @@ def _places(what: str, given: Any, total: int, unique: bool = False) -> Ids:
         raise UserError(
             f"{what} must be places of training samples, 0 to {total - 1}, or {total} booleans, got {_short(given)}."
         )
+    if places.shape == (total,) and total > 2 and places.max() <= 1 and places.min() >= 0:
+        raise UserError(f"{what} looks like a mask, {total} zeros and ones; give it as booleans: mask.astype(bool).")
     places = places.astype(np.int64)
     if places.min() < 0 or places.max() >= total:
         outside = places[(places < 0) | (places >= total)][0]

@@ -63,6 +63,8 @@ def write_records(results: Results, folder: Path, logger: Sequence[str]) -> list
     """Write what there is of a study to its folder, and return the names of the files. Raises UserError."""
     files = [RESULTS_FILE]
     try:
+        for stale in (OUT_OF_FOLD_FILE, CURVES_FILE):  # of another study in this folder
+            (folder / stale).unlink(missing_ok=True)
         write_json(folder / RESULTS_FILE, as_plain(results))
         if any(each.held_out for each in results):
             np.save(folder / OUT_OF_FOLD_FILE, results.out_of_fold().numpy())

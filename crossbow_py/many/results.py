@@ -72,8 +72,14 @@ class MemberResult:
     def model(self) -> nn.Module:
         """The trained model, in float32 and evaluation mode. Raises UserError if the member failed."""
         if self._module is None:
-            raise UserError(f"member {self.name} has no model, as it {self.status}: {self.reason or 'it was stopped'}.")
+            why = f"it failed: {self.reason}" if self.status == "failed" else "it was stopped before it began"
+            raise UserError(f"member {self.name} has no model, as {why}.")
         return self._module()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: all but the model, whose weights are in `state`."""
+        kept = {name: value for name, value in vars(self).items() if name != "model"}
+        return {**kept, "_module": self._module and _not_pickled}
 
     @property
     def has_ended(self) -> bool:
@@ -110,6 +116,11 @@ class Results(Sequence[MemberResult]):
         self._members, self.num_samples = tuple(members), num_samples
         self.images_per_s, self.wall_s, self.notes, self.path = images_per_s, wall_s, tuple(notes), path
         self._held_out, self._together = held_out, together
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: all but models and data, which `ensemble` and `out_of_fold` need."""
+        without = {name: getattr(self, name) and _not_pickled for name in ("_held_out", "_together")}
+        return {**vars(self), **without}
 
     def __len__(self) -> int:
         return len(self._members)
@@ -159,18 +170,19 @@ class Results(Sequence[MemberResult]):
         """Return the members that have ended, the best first: by accuracy, then by loss.
 
         Both are those of the validation data where there is some, else of the test data, else the training loss, if
-        all members have the targets' unit.
+        all members have the targets' unit. Members that lack what others have come after these, in the same way.
         """
-        means = self.summary()
-        what = next((each for each in ("validation", "test") if f"{each}_loss" in means), "train")
-
-        def key(each: MemberResult) -> tuple[float, float]:
-            own = {**(each.history[-1] if each.history else {}), **each.figures()}
-            return -own.get(f"{what}_accuracy", 0.0), own.get(f"{what}_loss", math.inf)
-
         ended = [each for each in self if each.has_ended]
         units = {tuple(each.state["target_std"].tolist()) for each in ended if "target_std" in each.state}
-        return ended if what == "train" and len(units) > 1 else sorted(ended, key=key)
+        parts = ("validation", "test") if len(units) > 1 else ("validation", "test", "train")
+
+        def key(each: MemberResult) -> list[float]:
+            own = each.figures()
+            own |= {name: value for name, value in (each.history or [{}])[-1].items() if name == "train_loss"}
+            pairs = [(-own.get(f"{part}_accuracy", 0.0), own.get(f"{part}_loss", math.inf)) for part in parts]
+            return [value for pair in pairs for value in pair]
+
+        return sorted(ended, key=key)
 
     def table(self, most: int = 40) -> str:
         """Return a table: a line for each member, for each group, and for the mean of all.
@@ -210,8 +222,9 @@ class Results(Sequence[MemberResult]):
         return f"<Results of {len(self)} members, {ended} finished: {means or 'nothing was measured'}>"
 
     def ensemble(self) -> dict[str, float] | None:
-        """Return what the members together have on the test data: accuracy and loss of their mean prediction.
+        """Return what the members together have on the test data: accuracy, loss and metrics of their mean prediction.
 
+        Metrics get it as scores, logarithms of mean probabilities where the loss is cross-entropy.
         None without test data, or with fewer than two models.
         """
         return None if self._together is None else self._together(self)
@@ -237,6 +250,10 @@ class Results(Sequence[MemberResult]):
             raise UserError("no member has validation samples of its own; give Member(subset=fold) of folds(...).")
         shape = (-1, *[1] * (total.ndim - 1))
         return torch.where((counts > 0).view(shape), total / counts.clamp(min=1).view(shape), math.nan)
+
+
+def _not_pickled(*_: object) -> Any:
+    raise UserError("results that were pickled have figures and weights alone; ask for models and predictions before.")
 
 
 def _ends(lines: list[list[str]], most: int, what: str) -> list[list[str]]:

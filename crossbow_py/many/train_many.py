@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import KW_ONLY, dataclass, fields
@@ -24,12 +25,12 @@ from crossbow_py.core.files import given_path, locked
 from crossbow_py.core.host import read_host
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.datasets import Classes, Data, as_pair, check_data, counted, in_tensors, num_samples
+from crossbow_py.data.datasets import Classes, Data, as_pair, check_data, in_tensors, num_samples
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.streaming.items import loaded
 from crossbow_py.data.streaming.streamed_data import StreamedData
-from crossbow_py.engine.modules.losses import IGNORED, Loss, compared, is_classification, plain_loss, takes_classes
+from crossbow_py.engine.modules.losses import IGNORED, Loss, plain_loss, takes_classes
 from crossbow_py.engine.modules.precision import FP32, ordinary_modes
 from crossbow_py.engine.modules.standardized import StandardizedLoss, is_standardized, standardizing
 from crossbow_py.engine.update.optimizers import Optimizer
@@ -43,7 +44,7 @@ from crossbow_py.train.arguments import check_keywords, default_optimizer, rule_
 from crossbow_py.train.build import count_classes, new_feed, settled_loss_of
 from crossbow_py.train.checks.losses import remarks_on_targets, standardizes, target_statistics
 from crossbow_py.train.checks.seeded_model import MakeModel, remarks_on_starts, seeded_model
-from crossbow_py.train.evaluation.evaluator import Evaluator
+from crossbow_py.train.evaluation.evaluator import Evaluator, Tally
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
 from crossbow_py.train.ladder.ladder import check_trusted, try_once
 from crossbow_py.train.run import DataSets
@@ -148,7 +149,8 @@ def train_many(arguments: ManyArguments) -> Results:
             else. An epoch is a pass over the member's own samples.
         max_rounds: most rounds of a member, of one batch each; None for no such end.
         loss, metrics, mean, std, num_classes, sampling: as for `Trainer`.
-        standardize_targets: as for `Trainer`, by the targets of each member's own samples.
+        standardize_targets: as for `Trainer`, by the targets of each member's own samples. It is so for all members
+            or for none: by default for none if one of them has an optimizer of its own.
         patience: a member stops after this many evaluations in a row that were not its best, and returns the weights
             of the best one. The best has the highest accuracy, or the lowest loss where there is none.
         restore_best: members return the weights of their best evaluation, not the last.
@@ -237,15 +239,16 @@ class ManyRun:
             Member(**common), self.data.train, self.settings.sample_order_seed, self.settings.sampling, fallback
         )
         found = settled(given.members, study)
+        if given.standardize_targets == "auto" and any(each is not None for each in (given.optimizer, *own)):
+            # With an optimizer numbers are those of a plain loop, and members are compared: all do the same.
+            if self._standardizes and given.optimizer is None and None in own:
+                self._note(
+                    "Targets are not standardized, as some members have an optimizer of their own; "
+                    "standardize_targets=True does so for all members."
+                )
+            self._standardizes = False
         if self._standardizes:
-            # By itself only where no optimizer is given: with one, numbers are those of a plain loop.
-            asked, every = given.standardize_targets is True, own * (len(found) // len(own))
-            takes = [asked or (given.optimizer is None and each is None) for each in every]
-            found = [
-                dataclasses.replace(each, settings=self._standardized(each.settings)) if is_taken else each
-                for each, is_taken in zip(found, takes, strict=True)
-            ]
-            self._standardizes = any(takes)
+            found = [dataclasses.replace(each, settings=self._standardized(each.settings)) for each in found]
         if given.output_dir is None:
             return found
         shared = digest_of(
@@ -257,8 +260,8 @@ class ManyRun:
 
     def _standardized(self, settings: TrialSettings) -> TrialSettings:
         """Have a member's model compute in standard deviations of the targets of its own samples."""
-        places = None if settings.order is None else settings.order.subset
-        statistics = target_statistics(self.data.train, self.arguments.loss, places)
+        own = (None, None) if settings.order is None else (settings.order.subset, settings.order.weights)
+        statistics = target_statistics(self.data.train, self.arguments.loss, *own)
         asked = self.arguments.standardize_targets is True
         make_model = standardizing(settings.make_model, *statistics, asked)
         return dataclasses.replace(settings, make_model=make_model, model_key=f"{settings.model_key}, standardized")
@@ -276,6 +279,7 @@ class ManyRun:
             check_trusted(try_once(self.choices.device, self._note), self.choices.precision)
         template = seeded_model(first.settings.make_model, first.settings.seed, None)
         self._note_equal_starts(template)
+        self._note_twins()
         loss, self.data = settled_loss_of(self.arguments.loss, template, data, settings, self.choices.device)
         for note in remarks_on_targets(self.data.train, loss, template):
             by_own = self._standardizes and any(each.settings.order is not None for each in self.members)
@@ -291,7 +295,8 @@ class ManyRun:
         )
         train = self._feed(self.data.train, strongest, "training")
         if train.rounded is not None and settings.precision == "auto" and self.choices.precision != FP32:
-            self._note(f"precision is fp32, because {train.rounded.remark(self.choices.precision.compute)}.")
+            reason, _, _ = train.rounded.remark(self.choices.precision.compute).partition("; ")
+            self._note(f"precision is fp32, because {reason}.")
             self.choices = dataclasses.replace(self.choices, precision=FP32)
             train = self._feed(self.data.train, strongest, "training")
         if not isinstance(train, ResidentFeed):
@@ -331,6 +336,19 @@ class ManyRun:
             return
         for note in remarks_on_starts(template, seeded_model(other.make_model, other.seed, None)):
             self._note(note)
+
+    def _note_twins(self) -> None:
+        """Tell of members that train the same as others, whose interval would be 0."""
+        seeds = Counter(each.settings.seed for each in self.members)
+        same = Counter(
+            digest_of({**vars(each.settings), "make_model": None}, each.max_epochs)
+            for each in self.members if seeds[each.settings.seed] > 1
+        )  # fmt: skip
+        if twins := sum(count - 1 for count in same.values()):
+            self._note(
+                f"Of {len(self.members)} members {twins} repeat the seed, samples and settings of another, and count "
+                "in means and intervals all the same; give each a seed of its own."
+            )
 
     def _trial(self, number: int, _: Mapping[str, Any]) -> TrialSettings:
         return self.members[number].settings
@@ -411,7 +429,7 @@ class ManyRun:
         return dataclasses.replace(result, _module=lambda: self._evaluator(member).module(result.state).cpu())
 
     def _together(self, results: Sequence[MemberResult]) -> dict[str, float] | None:
-        """Return loss and accuracy of the mean prediction on the test data."""
+        """Return loss, accuracy and metrics of the mean prediction on the test data."""
         found = [pair for pair in zip(self.members, results, strict=True) if pair[1].has_ended]
         if self.test is None or len(found) < 2:
             return None
@@ -419,17 +437,12 @@ class ManyRun:
         mean = functools.reduce(torch.add, predictions) / len(found)
         evaluator = self._evaluator(self.members[0])
         targets = torch.cat([batch.targets for batch in self.test.evaluation_batches(evaluator.batch_size)])
-        mean, targets = compared(evaluator.loss, mean, targets)  # tokens one by one
-        if not takes_classes(evaluator.loss):
-            return {"loss": float(evaluator.loss(mean, targets))}
-        if targets.is_floating_point():  # shares of classes
-            return {"loss": float(-(targets * mean.log()).sum(1).mean())}
-        ignored = IGNORED if evaluator.ignored is None else evaluator.ignored
-        loss = {"loss": float(nn.functional.nll_loss(mean.log(), targets, ignore_index=ignored))}
-        if not is_classification(mean, targets):
-            return loss
-        counts = counted(targets, ignored)
-        return {"accuracy": float((mean.argmax(1) == targets)[counts].double().mean()), **loss}
+        if takes_classes(evaluator.loss) and mean.ndim > 1:  # scores of which the softmax is this mean
+            mean = mean.clamp(min=torch.finfo(mean.dtype).tiny).log()
+        tally = Tally(evaluator, 1, mean.device)
+        tally.add(mean[None], targets)
+        (its,) = tally.evaluations()
+        return {**({} if its.accuracy is None else {"accuracy": its.accuracy}), "loss": its.loss, **its.metrics}
 
     def _held_out(self, found: Sequence[MemberResult]) -> Iterator[tuple[int, Ids, Evaluator, Feed]]:
         for member, result in zip(self.members, found, strict=True):

@@ -106,12 +106,15 @@ class Width:
         return num_trials / float(np.interp(num_trials, counts, [rounds[count] for count in counts]))
 
 
-def choose_width(rates: Rates, what: str, bound: int, why_alone: str = ASKED_FOR) -> Width:
+def choose_width(
+    rates: Rates, what: str, bound: int, why_alone: str = ASKED_FOR, is_busy: bool = False
+) -> Width:  # fmt: skip
     """Return the smallest pack close to the best throughput, or one trial at a time if packs do not pay. Pure.
 
     `rates` has one trial at a time, by whatever executor; `what` names the trials, of which `bound` are all there can
     be. A pack that takes nearly all of them takes all, as those that were left would train alone in the end.
-    `why_alone` says why there are no packs in `rates`, where that is so.
+    `why_alone` says why there are no packs in `rates`, where that is so. Rates of a busy machine were not measured at
+    the same moment, so that their ratio is not said.
     """
     alone = max((rate for (_, count), rate in rates.items() if count == 1), default=None)
     fastest = max(rates.values())
@@ -126,7 +129,7 @@ def choose_width(rates: Rates, what: str, bound: int, why_alone: str = ASKED_FOR
     rate, size = rates[name, size], bound if bound <= NEARLY * size else size
     sentence = f"Trials of {what} run in packs of {size} by executor {name}: {rate:,.0f} images/s"
     if alone is not None:
-        sentence += f", and {alone:,.0f} one at a time ({rate / alone:.1f} times)"
+        sentence += f", and {alone:,.0f} one at a time" + ("" if is_busy else f" ({rate / alone:.1f} times)")
     return Width(size, rates, f"{sentence}.")
 
 
@@ -302,7 +305,7 @@ def measured_width(
     why_no_packs, remarks = _left_out(result, what)
     most = max(count for _, count in rates) if _is_short_of_memory(result) else bound
     found = Found(dict(rates), why_no_packs, bound, most)
-    width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone)
+    width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone, result.is_busy)
     if is_whole and _is_lasting(result, width, effort):
         memory.keep(found, is_short=result.is_short)
     return width, [*notes, *remarks, *result.disturbed_notes]

@@ -222,7 +222,8 @@ class SearchRun:
 
         train = kept(source.train, self._most_augmentation(), "training")
         if train.rounded is not None and self.settings.precision == "auto" and self.choices.precision != FP32:
-            self._notes = [f"precision is fp32, because {train.rounded.remark(self.choices.precision.compute)}."]
+            reason, _, _ = train.rounded.remark(self.choices.precision.compute).partition("; ")
+            self._notes = [f"precision is fp32, because {reason}."]
             self.choices = dataclasses.replace(self.choices, precision=FP32)
             train = kept(source.train, self._most_augmentation(), "training")
         self._targets = target_statistics(source.train, self._loss) if self._standardizes else None

@@ -206,7 +206,8 @@ class RunBuilder:
         with self.ranks.together():
             check_data(self.data.train, "the data set")
             if self._standardizes:
-                statistics = target_statistics(self.data.train, self.arguments.loss)
+                weights = sample_weights(self.data.train, self.data.sample_weights, self.settings.sampling)
+                statistics = target_statistics(self.data.train, self.arguments.loss, weights=weights)
                 asked = self.arguments.standardize_targets is True
                 self._make_model = standardizing(self._make_model, *statistics, asked)
             template = seeded_model(self._make_model, self.settings.seed, self.init_from)

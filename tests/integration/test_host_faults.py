@@ -121,6 +121,7 @@ def test_sigterm_under_torchrun_leaves_a_checkpoint_to_go_on_from(tmp_path, whom
     goes_on(folder)
 
 
+@pytest.mark.long
 def test_rank_killed_under_torchrun_is_started_again_and_the_run_ends(tmp_path):
     folder = tmp_path / "run"
     with launched(folder, "max_epochs=40", max_restarts=1) as launcher:

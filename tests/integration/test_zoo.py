@@ -56,6 +56,7 @@ class Counting(nn.Linear):
         return super().forward(x) * self.calls
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_comparison_finds_what_is_different_refused_or_crashes():
     with assumed("fused graph", None):

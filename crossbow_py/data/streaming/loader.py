@@ -26,7 +26,7 @@ from crossbow_py.core.errors import BadDataError, DataError, UserError, one_line
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.trees import leaves
 from crossbow_py.data.datasets import Classes
-from crossbow_py.data.normalisation import rounded_integer
+from crossbow_py.data.normalisation import digits_lost
 from crossbow_py.data.streaming.streamed_data import Key, Loaded, StreamedData
 from crossbow_py.data.streaming.worker_processes import (
     says_no_shared_memory,
@@ -82,7 +82,8 @@ class _BatchDataset:
             out = None if self.slots is None else self.slots[slot]
             loaded = self.data.fetch(keys, seed=self.seed, training=self.training, on_sample=on_sample, out=out)
             self._check_labels(keys, loaded.targets)
-            rounded = None if self.casts_to is None else rounded_integer(loaded.inputs, self.casts_to)
+            cast = self.casts_to
+            rounded = None if cast is None else digits_lost(loaded.inputs, loaded.targets, cast)
             if out is not None:  # the loader takes them from the slot
                 loaded = loaded._replace(inputs=torch.empty(0))
             if worker is not None:

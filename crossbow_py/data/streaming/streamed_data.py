@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from crossbow_py.core.trees import Tree
-from crossbow_py.data.normalisation import Rounded
+from crossbow_py.data.normalisation import Loses
 
 OnSample = Callable[[int], None]
 
@@ -53,14 +53,14 @@ class Loaded(NamedTuple):
         targets: [B, ...].
         bad: the samples that were left out or replaced.
         seconds: the time that one process spent on it.
-        rounded: an integer among the inputs that casting rounds.
+        rounded: what casting loses of inputs and targets.
     """
 
     inputs: Tree
     targets: Tensor
     bad: tuple[BadSample, ...] = ()
     seconds: float = 0.0
-    rounded: Rounded | None = None
+    rounded: Loses | None = None
 
 
 class StreamedData(ABC):

@@ -93,11 +93,14 @@ def _in_own_unit(module: nn.Module, _: Any, output: Any) -> Tensor | Deviations:
     return predictions
 
 
-def statistics_of(targets: Tensor, places: npt.NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
+def statistics_of(
+    targets: Tensor, places: npt.NDArray[np.int64] | None = None, weights: npt.NDArray[np.float64] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the mean and standard deviation [D] of targets [N] or [N, D], in float32; 1 where all are the same.
 
     Args:
         places: the samples that count, which may repeat; None for all.
+        weights: how much each of these counts, not negative; None for all alike.
 
     Raises:
         UserError: they are not floating, have more dimensions, or are not finite.
@@ -108,7 +111,14 @@ def statistics_of(targets: Tensor, places: npt.NDArray[np.int64] | None = None) 
             f"{list(targets.shape)} of {str(targets.dtype).removeprefix('torch.')}; set it to False."
         )
     values = (targets if places is None else targets[torch.from_numpy(places)]).double()
-    std, mean = torch.std_mean(values.reshape(len(values), -1), dim=0, correction=0)
+    values = values.reshape(len(values), -1)
+    if weights is None:
+        std, mean = torch.std_mean(values, dim=0, correction=0)
+    else:
+        share = torch.from_numpy(weights / weights.sum()).unsqueeze(1)
+        values, share = values[weights > 0], share[weights > 0]
+        mean = (share * values).sum(0)
+        std = (share * (values - mean).square()).sum(0).sqrt()
     if not mean.isfinite().all():
         raise UserError("targets are not all finite, and a model cannot learn from those; leave such samples out.")
     return mean.float(), torch.where(std > 1e-12 * mean.abs(), std, 1.0).float()

@@ -43,6 +43,7 @@ _IS_A_SUM = (
     "as a sum is; divide it by the number of its samples, or leave reduction='sum' out."
 )
 _LARGE = 1000.0  # of targets that are numbers
+_AS_CLASSES = "give targets.long(), or an array as y.astype(np.int64)"
 _CLASS_DTYPES = (torch.int64, torch.uint8)
 
 
@@ -96,9 +97,12 @@ def standardizes(asked: bool | Literal["auto"], data: Data, loss: Loss | None) -
 
 
 def target_statistics(
-    data: Data, loss: Loss | None, places: npt.NDArray[np.int64] | None = None
-) -> tuple[Tensor, Tensor]:
+    data: Data, loss: Loss | None, places: npt.NDArray[np.int64] | None = None,
+    weights: npt.NDArray[np.float64] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the mean and standard deviation [D] of the targets of training data, or of the samples `places` alone.
+
+    Each counts by its weight in `weights`, if there are any.
 
     Raises UserError where models cannot be standardized by them.
     """
@@ -110,7 +114,7 @@ def target_statistics(
         )
     if loss is None or takes_classes(loss):
         raise UserError("standardize_targets=True is for regression, got cross-entropy; leave it out, or set loss.")
-    return statistics_of(pair[1], places)
+    return statistics_of(pair[1], places, weights)
 
 
 def classes_of(loss: Loss, output: Tree, targets: Tensor) -> Classes | None:
@@ -162,7 +166,7 @@ def _unfit(loss: Callable[[Any, Tensor], Tensor | float], output: Tensor, target
         if has_integers(targets) and squeezed == (*output.shape[:1], *output.shape[2:]) and output.shape[1:2] != (1,):
             return f"{given}: classes have no dimension of channels; give targets.squeeze(1)."
         if isinstance(loss, nn.NLLLoss) and has_integers(targets) and targets.dtype not in _CLASS_DTYPES:
-            return f"{given}: classes are int64, got {_kind(targets)}; give targets.long()."
+            return f"{given}: classes are int64, got {_kind(targets)}; {_AS_CLASSES}."
     if loss is _F.cross_entropy:
         return _no_classes(given, output, targets)
     if _is_of(loss, (_F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss)) and not targets.is_floating_point():
@@ -309,7 +313,7 @@ def _no_classes(given: str, output: Tensor, targets: Tensor) -> str | None:
             return f"{given}: it takes the scores of classes from dimension 1; return output.movedim(-1, 1)."
         return None
     if has_integers(targets):
-        return f"{given}: classes are int64, got {kind}; give targets.long()."
+        return f"{given}: classes are int64, got {kind}; {_AS_CLASSES}."
     if targets.is_floating_point() and targets.shape == output.shape and output.ndim > 1 and output.shape[1] > 1:
         return not_shares(targets)
     return (

@@ -43,6 +43,17 @@ def test_best_is_by_validation_then_test_then_training_and_never_one_that_failed
         assert [len(found), found[0].name] == [2, best]
 
 
+def test_members_without_validation_come_after_those_with_some_the_best_first() -> None:
+    """Catches members left in their order because others were measured where they were not."""
+    own: dict[str, dict[str, Any]] = {
+        "worse": {"history": [{"train_loss": 3.0}]}, "better": {"history": [{"train_loss": 2.0}]},
+        "tested": {"test_loss": 9.0, "history": [{"train_loss": 9.0}]}, "validated": {"validation_loss": 99.0},
+    }  # fmt: skip
+    members = [MemberResult(name, 0, "finished", state={"w": torch.ones(1)}, **given) for name, given in own.items()]
+    ranked = Results(members, 60, 1.0, 1.0).best_first()
+    assert [each.name for each in ranked] == ["validated", "tested", "better", "worse"]
+
+
 def test_curve_is_by_evaluation_where_epochs_of_folds_end_a_batch_apart() -> None:
     members = [MemberResult(str(n), n, "finished", history=[{"epoch": e + 0.02 * n, "loss": e + n} for e in (1, 2)])
                for n in range(3)]  # fmt: skip
@@ -52,11 +63,13 @@ def test_curve_is_by_evaluation_where_epochs_of_folds_end_a_batch_apart() -> Non
 
 
 def test_many_members_are_a_band_and_the_best_by_name_in_tensorboard_and_picture(tmp_path: Path) -> None:
+    (tmp_path / "out_of_fold.npy").touch()  # of a study with folds, which this one has not
     old = tmp_path / "tensorboard" / "an earlier member" / "events.out.tfevents.0"
     old.parent.mkdir(parents=True)
     old.touch()
     found = many_results(14)
     assert write_records(found, tmp_path, ["tensorboard"]) == ["results.json", "curves.png", "tensorboard"]
+    assert not (tmp_path / "out_of_fold.npy").exists()
     assert {path.parent.name for path in tmp_path.glob("tensorboard/*/*")} == {"all", "best, m12"}
     band = {tag: read_events(tmp_path / "tensorboard/all").Scalars(tag)[0].value
             for tag in ("many/validation_loss_by_evaluation", "many_band/validation_loss_10_percent")}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -319,6 +320,20 @@ def test_seeds_that_do_not_change_the_weights_are_told() -> None:
             assert any("begin with the same weights" in note for note in notes) == told
 
 
+def test_members_that_train_the_same_are_told() -> None:
+    """Catches an interval of ± 0 of one model that is there twice."""
+    members = [
+        Member(seed=1),
+        Member(seed=1),
+        Member(seed=1, order_seed=3),
+        Member(seed=1, subset=HALF),
+        Member(seed=2),
+    ]
+    for own, said in ((members, True), (members[1:], False)):
+        notes = train(own, max_rounds=1).notes
+        assert any(note.startswith("Of 5 members 1 repeat the seed") for note in notes) == said
+
+
 @pytest.mark.parametrize("executor", ["serial", "fused"])
 def test_row_that_diverges_once_its_member_has_ended_stops_nobody(executor: str) -> None:
     # The first grows without bound, and ends before it is not finite; its row goes on for nobody.
@@ -503,7 +518,8 @@ def test_tokens_have_predictions_and_an_ensemble_too() -> None:
 def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> None:
     members = [Member(name=f"{rate} {n}", group=f"rate {rate}", seed=n, optimizer=SGD(learning_rate=rate))
                for rate in (0.1, 0.2) for n in range(2)]  # fmt: skip
-    found = train(members, test_data=TEST)
+    right = {"right": lambda scores, targets: (scores.argmax(1) == targets).float().mean()}
+    found = train(members, test_data=TEST, metrics=right)
     values = [each.test_accuracy or 0.0 for each in found]
     summary = found.summary()["test_accuracy"]
     assert summary.mean == pytest.approx(np.mean(values)) and summary.n == 4
@@ -517,7 +533,25 @@ def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> N
     with torch.no_grad():
         mean = torch.stack([each.model(TEST[0]).softmax(1) for each in found]).mean(0)
     assert together is not None
-    assert together["accuracy"] == pytest.approx(float((mean.argmax(1) == TEST[1]).double().mean()))
+    accuracy = float((mean.argmax(1) == TEST[1]).double().mean())
+    loss = float(nn.functional.nll_loss(mean.log(), TEST[1]))
+    assert together == pytest.approx({"accuracy": accuracy, "loss": loss, "right": accuracy})
+
+
+def test_results_are_pickled_without_models_and_say_so() -> None:
+    """Catches results of a model from a local function, which no process could be given."""
+
+    def local() -> nn.Module:
+        return make()
+
+    found = train([Member(subset=fold) for fold in folds(DATA, 2)], model=local, test_data=TEST, max_rounds=1)
+    assert found[0].model is not None
+    again = pickle.loads(pickle.dumps(found))
+    assert str(again) == str(found)
+    assert_equal(dict(again[1].state), dict(found[1].state))
+    for ask in (lambda: again[0].model, again.ensemble, again.out_of_fold):
+        with pytest.raises(UserError, match="results that were pickled have figures and weights alone"):
+            ask()
 
 
 def test_only_members_that_have_ended_count_in_what_is_summed_up() -> None:
@@ -539,6 +573,8 @@ def test_only_members_that_have_ended_count_in_what_is_summed_up() -> None:
         ([Member(subset=[0.5])], "member 0: subset must be places"),
         ([Member(subset=[[1], [2, 3]])], "member 0: subset must be places"),  # type: ignore[list-item]
         ([Member(subset=[True] * 59)], "member 0: subset must be places"),
+        ([Member(subset=np.arange(60) % 2)], "member 0: subset looks like a mask, 60 zeros and ones; give it as bool"),
+        ([Member(validation=[1] * 60)], "member 0: validation looks like a mask"),
         ([Member(), Member(subset=[1, 60])], "member 1: subset has place 60, and there are 60 training samples, 0 to"),
         ([Member(subset=[-1])], "member 0: subset has place -1"),
         ([Member(validation=[3, 3])], "member 0: validation has place 3 2 times; give each once."),
@@ -585,6 +621,8 @@ def test_members_that_cannot_be_are_refused_by_name(members: Any, message: str) 
         ({"data": [(torch.zeros(4 + n % 2), 0) for n in range(300)]}, "samples of the data set cannot be stacked"),
         ({"data": [(torch.zeros(4 + (n == 299)), 0) for n in range(300)]}, "cannot be stacked"),
         ({"data": Flipped()}, "is another one when it is read again, as by a random transform"),
+        ({"data": (DATA[0].numpy(), DATA[1].numpy().astype(str))}, r"<U21\); give .* names of classes as np.unique"),
+        ({"data": (DATA[0].numpy(), DATA[1].numpy().astype("i4"))}, r"got int32; .* or an array as y.astype\("),
         ({"test_data": (torch.zeros(5, 7), torch.zeros(5).long())}, "the model cannot take the test data, inputs"),
     ],
 )
@@ -596,6 +634,22 @@ def test_arguments_that_cannot_be_are_refused(given: dict[str, Any], message: st
 def test_unknown_argument_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'epochs'; did you mean max_epochs=..."):
         train(2, epochs=3)
+
+    with pytest.raises(TypeError, match=r"'lr'; did you mean optimizer=SGD\(learning_rate=...\)?"):
+        Member(lr=0.1)  # type: ignore[call-arg]
+
+
+def test_numbers_of_numpy_are_taken_as_pythons_are(tmp_path: Path) -> None:
+    """Catches a loop over np.arange that is refused, or that is not found again by the same numbers of Python's."""
+    numbers: list[Any] = [*np.arange(2)]
+    sizes: Any = {"batch_size": np.int32(8), "max_epochs": np.float32(2)}
+    own = [Member(seed=s, order_seed=s, **sizes) for s in numbers]
+    found = train(own, output_dir=tmp_path, optimizer=SGD(learning_rate=np.float32(0.5)))  # type: ignore[arg-type]
+    plain = [Member(seed=s, order_seed=s, max_epochs=2) for s in range(2)]
+    again = train(plain, output_dir=tmp_path, optimizer=SGD(learning_rate=0.5))
+    assert found.images_per_s > 0 and again.images_per_s == 0
+    assert [type(each.seed) for each in found] == [int, int]
+    assert len(folds(np.int64(9), np.int64(3))) == 3 and len(train(np.int64(2), max_rounds=1)) == 2  # type: ignore[arg-type]
 
 
 def test_folds_that_cannot_be_are_refused() -> None:

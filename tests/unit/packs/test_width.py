@@ -63,6 +63,12 @@ def test_width_is_the_smallest_pack_close_to_the_best_by_its_fastest_executor(
     assert (width.size, width.executor(size), width.sentence) == (size, executor, f"Trials of mlp run {said}.")
 
 
+def test_ratio_that_a_busy_machine_measured_is_not_said() -> None:
+    """Catches "220 times", which other programs made."""
+    width = choose_width({("serial", 1): 1.0, ("fused", 8): 220.0}, "mlp", 8, is_busy=True)
+    assert width.sentence.endswith("220 images/s, and 1 one at a time.")
+
+
 @pytest.mark.parametrize(("bound", "size"), [(8, 8), (9, 9), (10, 10), (11, 8), (32, 8)])
 def test_pack_that_takes_nearly_all_trials_takes_all(bound: int, size: int) -> None:
     width = choose_width({("serial", 1): 100.0, ("fused", 8): 300.0}, "mlp", bound)

@@ -410,7 +410,10 @@ def test_reseed_clones_the_non_finite_learner_from_z_and_leaves_the_others_bit_u
     # Position 22 is in batch 5 of the stream: round 1, learner 2.
     assert checked == [(2, [0, 1], True, True, False)]
     assert result.summary.num_reseeded == 1
-    assert recorder.of("message") == ["Learner 2 went non-finite in round 1 and was reseeded from the average model."]
+    assert recorder.of("message") == [
+        "The inputs of sample 7 hold NaN or an infinity; fill them, or leave such samples out.",
+        "Learner 2 went non-finite in round 1 and was reseeded from the average model.",
+    ]
     assert all(value.isfinite().all() for value in result.model.state_dict().values())
 
 

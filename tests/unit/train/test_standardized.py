@@ -101,6 +101,23 @@ def test_run_predicts_in_the_unit_of_its_targets_and_so_do_its_files(tmp_path: P
     assert copies[1].test_loss < 1e-3
 
 
+def test_rows_of_weight_zero_do_not_count_in_mean_and_deviation() -> None:
+    """Catches an outlier that is never drawn and yet sets the scale, in runs and members."""
+    wild = TARGETS.clone()
+    wild[1::2] = 1e6
+    weights = [1.0, 0.0] * 24
+    fixed = options(optimizer=None, standardize_targets=True)
+    run = Trainer(linear, (INPUTS, wild), num_learners=1, averaging=Independent(), sample_weights=weights, **fixed)
+    members = [Member(sample_weights=weights), Member(subset=[0, 0, 1], sample_weights=[1, 2, 0])]
+    found = train_many(linear, (INPUTS, wild), members=members, max_rounds=1, **{**fixed, "batch_size": 2})
+    for model in (run.fit(max_rounds=1).model, found[0].model):
+        torch.testing.assert_close(model.target_mean, TARGETS[::2].mean(0))
+        torch.testing.assert_close(model.target_std, TARGETS[::2].std(0, correction=0))
+    torch.testing.assert_close(found[1].model.target_mean, TARGETS[0])
+    by_hand = statistics_of(torch.tensor([0.0, 4.0]), weights=np.array([3.0, 1.0]))
+    assert [float(each) for each in by_hand] == pytest.approx([1.0, 3.0**0.5])
+
+
 def test_single_column_may_lack_its_dimension() -> None:
     data = INPUTS, TARGETS[:, 0]
 
@@ -142,13 +159,16 @@ def test_only_runs_whose_optimizer_is_not_given_standardize_by_themselves(
     assert {is_done(model), is_done(many)} == {is_standardized}
 
 
-def test_member_with_an_optimizer_of_its_own_keeps_the_numbers_of_plain_pytorch() -> None:
+def test_members_are_all_standardized_or_none_and_it_is_said() -> None:
+    """Catches members in one call that are compared in training losses of other units, without a word."""
     members = [Member(), Member(seed=1, optimizer=SGD(learning_rate=1e-6))]
-    found = train_many(linear, DATA, members=members, max_rounds=1, **options(optimizer=None))
-    assert [hasattr(each.model, "target_mean") for each in found] == [True, False]
-    plain = train_many(linear, DATA, members=members[1:], max_rounds=1, **options(optimizer=None))
-    assert torch.equal(found[1].model.weight, plain[0].model.weight)
-    assert [hasattr(each.model, "target_mean") for each in plain] == [False]
+    plain = options(optimizer=None)
+    for given, expected in ((members, False), (members[1:], False), (members[:1], True), (2, True)):
+        found = train_many(linear, DATA, members=given, max_rounds=1, **plain)
+        assert {is_done(each.model) for each in found} == {expected}
+        assert any("Targets are not standardized" in each for each in found.notes) == (given is members)
+    asked = train_many(linear, DATA, members=members, max_rounds=1, **{**plain, "standardize_targets": True})
+    assert {is_done(each.model) for each in asked} == {True}
 
 
 def test_members_of_different_units_are_not_ranked_by_their_training_losses() -> None:

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.normalisation import IDENTITY, BatchFormat, Normalisation, rounded_integer
+from crossbow_py.data.normalisation import (
+    IDENTITY,
+    BatchFormat,
+    Normalisation,
+    digits_lost,
+    not_finite,
+    rounded_integer,
+)
 from crossbow_py.data.resident.inputs import ClipInputs
 
 CPU = torch.device("cpu")
@@ -66,6 +73,34 @@ def test_rounded_integer_is_the_first_that_the_format_has_not(
     inputs = torch.tensor(values).unsqueeze(1)
     assert rounded_integer(inputs, dtype) == expected
     assert rounded_integer(inputs.double(), torch.float64) is None
+
+
+def test_columns_that_lie_far_from_zero_are_said_to_be_blurred_and_others_are_not() -> None:
+    torch.manual_seed(0)
+    near = torch.randn(200, 3)
+    far = near + torch.tensor([0.0, 100.0, 3.0])
+    assert digits_lost(near, torch.zeros(200), torch.bfloat16) is None
+    found = digits_lost({"x": near, "y": far}, torch.zeros(200), torch.bfloat16)
+    assert found is not None
+    error = (far.bfloat16().double() - far.double()).square().mean(0).sqrt() / far.double().std(0)
+    assert found == ("inputs", 1, pytest.approx(100, abs=0.5), pytest.approx(float(error[1])))
+    of_targets = digits_lost(near, far[:, 1], torch.bfloat16)
+    assert of_targets is not None and of_targets[:2] == ("targets", 0)
+    assert digits_lost(far.bfloat16(), far[:, 1].long(), torch.bfloat16) is None
+    assert digits_lost(far, far[:, 1], torch.float32) is None
+    constant = torch.full((200, 1), 100.3)  # of which nothing can be learned
+    assert digits_lost(constant, torch.zeros(200), torch.bfloat16) is None
+    images = torch.randn(20, 2, 4, 4) + torch.tensor([0.0, 50.0])[:, None, None]
+    found = digits_lost(images, torch.zeros(20), torch.bfloat16)
+    assert found is not None and found[:2] == ("inputs", 1)
+
+
+def test_first_sample_that_is_not_finite_is_found() -> None:
+    inputs = torch.randn(6, 2, 3)
+    assert not_finite((inputs, torch.arange(6))) is None
+    inputs[4, 1, 2], inputs[5, 0, 0] = torch.nan, -torch.inf
+    assert not_finite((torch.zeros(6), inputs)) == 4
+    assert not_finite(inputs[:, 1, 2]) == 4
 
 
 def test_rounded_integer_of_float64_in_float32_is_found_beyond_24_bits() -> None:

@@ -253,6 +253,7 @@ def test_worker_that_leaves_while_others_go_on_leaves_the_run_running(tmp_path: 
         assert (run.info.end_time is None) == (status == "running")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_processes_that_start_at_once_without_a_database_are_all_recorded(tmp_path: Path) -> None:
     begin = (
