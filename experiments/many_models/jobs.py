@@ -114,7 +114,7 @@ def on_a_frozen_base(name: str, scale: int, draw: torch.Generator) -> Task:
     images = torch.randn(1600 // scale, 3, 32, 32, generator=draw)
     data = images, torch.randint(0, 10, (len(images),), generator=draw)
     few = images[:64], data[1][:64]
-    return Task(probe, data, few, [np.arange(len(images))] * 16, nn.CrossEntropyLoss(), 16, 1)
+    return Task(probe, data, few, [np.arange(len(images))] * 16, nn.CrossEntropyLoss(), 16, 4 if scale == 1 else 1)
 
 
 def task_of(name: str, quick: bool) -> Task:
