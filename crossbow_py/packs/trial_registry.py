@@ -266,6 +266,9 @@ class TrialRegistry:
             finally:
                 self._measuring_s += time.perf_counter() - begun
         self._fastest = max(self._fastest, *width.rates.values())
+        count = sum(map(torch.numel, frozen_parameters(template).values()))
+        if count and shares_base:
+            notes = [*notes, f"{count:,} frozen values are held once for all trials of a pack."]
         for note in (*notes, width.sentence):
             self._announce(note)
         return Kind(template, width, num_outputs, shares_base)
