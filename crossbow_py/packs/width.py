@@ -242,7 +242,7 @@ def _fingerprint(trials: CompatibleTrials, names: Sequence[str], limit: int, is_
     return fingerprint(
         crossbow_py=__version__,
         model=(trial.model_key, _RATE.sub("p=", f"{template}")),
-        parameters=[tuple(parameter.shape) for parameter in template.parameters()],
+        parameters=[(*own.shape, *([] if own.requires_grad else ["frozen"])) for own in template.parameters()],
         inputs=(form_of(inputs), trial.batch_size),
         device=str(choices.device),
         **({"in_use": in_use(choices.device)} if choices.device.type == "cuda" else {}),

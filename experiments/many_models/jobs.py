@@ -110,7 +110,8 @@ def on_a_frozen_base(name: str, scale: int, draw: torch.Generator) -> Task:
     if name == "adapters":
         tokens = torch.randint(5, 30_000, (400 // scale, 32), generator=draw)
         texts = tokens, (tokens[:, 0] > 15_000).long()
-        return Task(Texts, texts, texts, [np.arange(len(tokens))] * 16, nn.CrossEntropyLoss(), 2, 1, 1e-3, adamw=True)
+        few = tokens[:64], texts[1][:64]
+        return Task(Texts, texts, few, [np.arange(len(tokens))] * 16, nn.CrossEntropyLoss(), 2, 1, 1e-3, adamw=True)
     images = torch.randn(1600 // scale, 3, 32, 32, generator=draw)
     data = images, torch.randint(0, 10, (len(images),), generator=draw)
     few = images[:64], data[1][:64]
@@ -188,8 +189,11 @@ def many(task: Task) -> Figure:
     return results.summary()["test_loss"].mean, results.images_per_s
 
 
-def one(task: Task, number: int) -> float:
-    """One model as a good engineer trains it: data gathered by index, gradients set to None, no `.item()`."""
+def one(task: Task, number: int) -> tuple[float, float, int]:
+    """One model as a good engineer trains it: data gathered by index, gradients set to None, no `.item()`.
+
+    Returns its test loss, the seconds of training, and the samples that it took.
+    """
     torch.manual_seed(number)
     ids = torch.from_numpy(task.subsets[number])
     x, y = task.data[0][ids], task.data[1][ids]
@@ -198,6 +202,7 @@ def one(task: Task, number: int) -> float:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, task.rate, momentum=0.9, foreach=True)
     if task.adamw:
         optimizer = torch.optim.AdamW(trained, task.rate, foreach=True)
+    begun, taken = time.perf_counter(), len(y) // task.batch_size * task.batch_size * task.epochs
     for _ in range(task.epochs):
         order = torch.randperm(len(y))
         for batch in torch.split(order, task.batch_size)[: len(y) // task.batch_size]:
@@ -205,16 +210,22 @@ def one(task: Task, number: int) -> float:
             loss: Any = task.loss(model(x[batch]), y[batch])
             loss.backward()
             optimizer.step()
+    seconds = time.perf_counter() - begun
     model.eval()
     with torch.no_grad():
-        return float(task.loss(model(task.test[0]), task.test[1]))
+        return float(task.loss(model(task.test[0]), task.test[1])), seconds, taken
 
 
 def plain_loop(task: Task) -> Figure:
-    return float(np.mean([one(task, number) for number in range(len(task.subsets))])), 0.0
+    return _summed([one(task, number) for number in range(len(task.subsets))])
 
 
-def _of_process(name: str, quick: bool, number: int) -> float:
+def _summed(found: Sequence[tuple[float, float, int]], side_by_side: int = 1) -> Figure:
+    losses, seconds, taken = zip(*found, strict=True)
+    return float(np.mean(losses)), side_by_side * sum(taken) / sum(seconds)
+
+
+def _of_process(name: str, quick: bool, number: int) -> tuple[float, float, int]:
     torch.set_num_threads(1)
     if name not in _TASKS:
         _TASKS[name] = task_of(name, quick)
@@ -227,7 +238,7 @@ _TASKS: dict[str, Task] = {}
 def a_process_a_core(name: str, quick: bool, count: int) -> Figure:
     """What joblib does: a pool of processes, each with one thread and the data loaded once."""
     with ProcessPoolExecutor(usable_cores()) as pool:
-        return float(np.mean(list(pool.map(partial(_of_process, name, quick), range(count))))), 0.0
+        return _summed(list(pool.map(partial(_of_process, name, quick), range(count))), usable_cores())
 
 
 def main(name: str, side: str, *rest: str) -> None:
