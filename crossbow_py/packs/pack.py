@@ -19,7 +19,7 @@ from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.mixing import Mixing
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.bank.frozen_base import frozen_parameters
+from crossbow_py.engine.bank.frozen_base import frozen_parameters, frozen_values
 from crossbow_py.engine.bank.replicas import ReplicaBank, saved_base
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.modules.dropout import set_dropout_rate
@@ -128,7 +128,7 @@ class Pack:
         )
         self.members: list[TrialRow] = []
         self._engine: _Engine | None = None
-        self._shares_base = shares_base
+        self._shares_base, self._base = shares_base, frozen_values(template) if shares_base else None
         self._num_outputs, self._mixings = num_outputs, dict[int, Mixing]()  # by stream
         if num_outputs is not None:
             feed.mixing = self._mix
@@ -195,6 +195,11 @@ class Pack:
 
     def _checked(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return no frozen values for a row that has those of the pack; raises UserError if it has others."""
+        if row.get("base") not in (None, self._base):
+            raise UserError(
+                "the model's frozen parameters are not those that it was trained over; load the same file, or begin anew "
+                "in another folder."
+            )
         shared = frozen_parameters(self.template)
         for name, own in saved_base(row, 0).items():
             if name in shared and not torch.equal(own.to(shared[name]).nan_to_num(), shared[name].nan_to_num()):
@@ -335,7 +340,7 @@ class Pack:
 
     def checkpoint(self, member: TrialRow) -> Checkpoint:
         """Return where a member stands; the pack must be drained."""
-        row = read_row(self._bank, self._row(member))
+        row = {**read_row(self._bank, self._row(member)), "base": self._base if self._shares_base else None}
         if member.padding is not None:
             row = member.padding.unpad_row(row)
         return Checkpoint(member.samples_seen, member.num_rounds, row)

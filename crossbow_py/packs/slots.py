@@ -15,6 +15,7 @@ from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, one_line
 from crossbow_py.data.feed import Feed
+from crossbow_py.engine.bank.frozen_base import frozen_parameters
 from crossbow_py.engine.device.memory import (
     forget_frames,
     free_memory,
@@ -224,7 +225,8 @@ class Packs:
         with raising_if_lost(self._device):
             if slot.pack_key in self._packs:
                 return self._packs[slot.pack_key].state(slot.member)
-        return self.checkpoint(slot).state
+        frozen = frozen_parameters(self._registry.template(slot.described.signature))
+        return {**{name: own.detach().cpu() for name, own in frozen.items()}, **self.checkpoint(slot).state}
 
     def restore(self, slot: Slot, state: Mapping[str, Tensor]) -> None:
         """Give a slot's trial the weights and buffers of `state`."""

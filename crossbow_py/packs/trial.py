@@ -56,7 +56,8 @@ class TrialSettings:
 class Checkpoint:
     """A trial between two segments: samples and rounds so far, and its row.
 
-    Rows of older files have frozen parameters among the weights.
+    A row has no frozen parameters where a pack's members share them, but the text of `frozen_values`. Rows of older files
+    have them among the weights.
     """
 
     samples_seen: int
@@ -128,11 +129,11 @@ def with_zero_state(row: Row, state_names: tuple[str, ...]) -> Row:
 
 
 def read_row(bank: ReplicaBank, row: int) -> Row:
-    """Return a copy of a learner's row, on the host."""
+    """Return a copy of a learner's row, on the host, without frozen parameters that all learners share."""
     buffers, integers = bank.buffers.shaped(row), bank.integer_buffers(row)
     return {
         "weights": {name: _copy(value) for name, value in bank.weights.shaped(row).items()},
-        "frozen": bank.base.on_host(row),
+        "frozen": {} if bank.base.is_shared else bank.base.on_host(row),
         "state": {name: {n: _copy(v) for n, v in rows.shaped(row).items()} for name, rows in bank.state.items()},
         "buffers": {name: _copy(value) for name, value in buffers.items()},
         "integer_buffers": [{name: value.detach().cpu().clone() for name, value in integers.items()}],

@@ -198,10 +198,12 @@ class Evaluator:
     def module(self, state: State, reads: bool = False) -> nn.Module:
         """Return a module with this state, in master precision and evaluation mode.
 
-        One that only `reads` its frozen parameters has those of the state, which are not copied.
+        Frozen parameters that the state lacks are the template's. One that only `reads` them has those of the state or
+        the template, which are not copied.
         """
         full = replace(self.precision, compute=self.precision.master)
-        named = frozen_parameters(self.template) if reads else {}
+        frozen = frozen_parameters(self.template)
+        state, named = {**frozen, **state}, frozen if reads else {}
         read = {name: nn.Parameter(state[name].to(own.device, full.master), False) for name, own in named.items()}
         memo: dict[int, Any] = {id(named[name]): own for name, own in read.items()}
         module = cast_module(copy.deepcopy(self.template, memo), full)  # leaves complex buffers as they are

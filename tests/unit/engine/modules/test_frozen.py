@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA, Independent, frozen
+from crossbow_py import SGD, SMA, Independent, UserError, frozen
 from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.schedules import Constant
@@ -156,3 +156,31 @@ def test_freezing_twice_is_freezing_once_and_dropout_goes_by_the_mode() -> None:
     twice = frozen(once).train()
     assert twice is once and type(twice[0]) is kind and type(copy.deepcopy(twice)[0]) is kind
     assert [layer.training for layer in twice] == [False, True]
+
+
+def test_checkpoint_of_a_trial_has_no_frozen_values_and_goes_on_over_the_same_ones_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Files of sixteen adapters are to be small, and a base that was exchanged in between must not be taken for it."""
+    monkeypatch.setattr(run_settings, "choose_precision", lambda name, device: packs.FP64)
+    own = TrialSettings(
+        seed=0, make_model=by_helper, model_key="frozen", batch_size=packs.BATCH, schedule=Constant(), optimizer=SGD(),
+    )  # fmt: skip
+    pack = packs.pack_of([own], "serial")
+    packs.run(pack)
+    checkpoint = pack.checkpoint(pack.members[0])
+    whole = pack.state(pack.members[0])
+    pack.close()
+    assert not {"0.0.weight", "0.1.weight"} & checkpoint.row["weights"].keys() and checkpoint.row["frozen"] == {}
+    assert {"0.0.weight", "0.1.weight"} <= whole.keys()
+    again = packs.pack_of([own], "serial")
+    again.assign([packs.replace_member(again.members[0], checkpoint)])
+    state = again.state(again.members[0])
+    assert all(torch.equal(state[name], whole[name]) for name in whole)
+    again.close()
+    moved = copy.deepcopy(checkpoint)
+    moved.row["base"] = "another"
+    other = packs.pack_of([own], "serial")
+    with pytest.raises(UserError, match="frozen parameters are not those that it was trained over"):
+        other.assign([packs.replace_member(other.members[0], moved)])
+    other.close()
