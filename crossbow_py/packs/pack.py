@@ -197,8 +197,8 @@ class Pack:
         """Return no frozen values for a row that has those of the pack; raises UserError if it has others."""
         if row.get("base") not in (None, self._base):
             raise UserError(
-                "the model's frozen parameters are not those that it was trained over; load the same file, or begin anew "
-                "in another folder."
+                "the model's frozen parameters are not those that it was trained over; load the same file, or begin "
+                "anew in another folder."
             )
         shared = frozen_parameters(self.template)
         for name, own in saved_base(row, 0).items():

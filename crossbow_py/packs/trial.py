@@ -56,8 +56,8 @@ class TrialSettings:
 class Checkpoint:
     """A trial between two segments: samples and rounds so far, and its row.
 
-    A row has no frozen parameters where a pack's members share them, but the text of `frozen_values`. Rows of older files
-    have them among the weights.
+    A row has no frozen parameters where a pack's members share them, but the text of `frozen_values`. Rows of older
+    files have them among the weights.
     """
 
     samples_seen: int
