@@ -20,7 +20,8 @@ from crossbow_py.data.mixing import Mixing
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.frozen_base import frozen_parameters, frozen_values
-from crossbow_py.engine.bank.replicas import ReplicaBank, saved_base
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.bank.saved import saved_base
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.modules.dropout import set_dropout_rate
 from crossbow_py.engine.modules.losses import Loss

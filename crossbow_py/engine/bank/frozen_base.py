@@ -5,14 +5,17 @@ Nothing that training needs is allocated for them.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crossbow_py.engine.bank.layout import checksum
-from crossbow_py.engine.modules.precision import Precision, full_precision_parameters
+from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
 
 
 class FrozenBase:
@@ -109,6 +112,21 @@ def frozen_values(model: nn.Module) -> str | None:
     found = frozen_parameters(model)
     sums = [(name, checksum(own.detach().float().flatten())) for name, own in found.items()]
     return hashlib.sha256(repr(sums).encode()).hexdigest()[:16] if found else None
+
+
+def copy_with(template: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype, reads: bool) -> nn.Module:
+    """Return a copy of a template with parameters and buffers of a state in a dtype; see `Evaluator.module`."""
+    frozen = frozen_parameters(template)
+    state, named = {**frozen, **state}, frozen if reads else {}
+    read = {name: nn.Parameter(state[name].to(own.device, dtype), False) for name, own in named.items()}
+    memo: dict[int, Any] = {id(named[name]): own for name, own in read.items()}
+    # Buffers that are complex stay as they are.
+    module = cast_module(copy.deepcopy(template, memo), Precision("master", dtype, dtype))
+    with torch.no_grad():
+        for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
+            if name not in read:
+                value.copy_(state[name])
+    return module
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, channels_last: bool) -> Tensor:

@@ -17,7 +17,8 @@ from crossbow_py.core.plain_values import differences
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.ranks import Ranks
-from crossbow_py.engine.bank.replicas import CENTRAL, mean_weights, num_saved
+from crossbow_py.engine.bank.replicas import CENTRAL
+from crossbow_py.engine.bank.saved import mean_weights, num_saved
 from crossbow_py.train.checkpoints.checkpoint import (
     SavedCheckpoint,
     checkpoints,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from crossbow_py.core.trees import Tree, batch_key, call, in_format, leaves, map
 from crossbow_py.data.datasets import counted
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from crossbow_py.engine.bank.frozen_base import frozen_parameters
+from crossbow_py.engine.bank.frozen_base import copy_with
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raising_if_lost
 from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
@@ -201,17 +200,7 @@ class Evaluator:
         Frozen parameters that the state lacks are the template's. One that only `reads` them has those of the state or
         the template, which are not copied.
         """
-        full = replace(self.precision, compute=self.precision.master)
-        frozen = frozen_parameters(self.template)
-        state, named = {**frozen, **state}, frozen if reads else {}
-        read = {name: nn.Parameter(state[name].to(own.device, full.master), False) for name, own in named.items()}
-        memo: dict[int, Any] = {id(named[name]): own for name, own in read.items()}
-        module = cast_module(copy.deepcopy(self.template, memo), full)  # leaves complex buffers as they are
-        with torch.no_grad():
-            for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
-                if name not in read:
-                    value.copy_(state[name])
-        return module.eval()
+        return copy_with(self.template, state, self.precision.master, reads).eval()
 
     def evaluate(self, state: State, feed: Feed, ranks: Ranks = ALONE, examples: bool = False) -> Evaluation:
         """Evaluate one state over every sample of the feed. Each rank takes a share, and all return the same.
