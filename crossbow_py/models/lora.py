@@ -81,11 +81,12 @@ class LoRA:
         return model
 
     def _check_rank(self, name: str, layer: Any) -> None:
-        most = min(layer.in_features, layer.out_features)
-        if self.rank > most:
+        weight = layer.get_base_layer().weight
+        rows, columns = weight.shape[0], weight[0].numel()
+        if self.rank > min(rows, columns):
             raise UserError(
-                f"rank={self.rank} is more than the matrix of {name.removeprefix(_OF_PEFT)} has, "
-                f"{layer.out_features} by {layer.in_features}; take at most {most}, or other targets."
+                f"rank={self.rank} is more than the matrix of {name.removeprefix(_OF_PEFT)} has, {rows} by {columns}; "
+                f"take at most {min(rows, columns)}, or other targets."
             )
 
 

@@ -124,6 +124,15 @@ def test_what_cannot_be_adapted_is_one_line(options: dict[str, Any], message: st
     assert "\n" not in str(refused.value)
 
 
+def test_rank_of_a_filter_is_bounded_by_all_values_of_an_output() -> None:
+    def images() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 16, 3), nn.Flatten(), nn.Linear(16, 2))
+
+    assert LoRA(images, rank=9, targets=["0"])()(torch.zeros(1, 1, 3, 3)).shape == (1, 2)
+    with pytest.raises(UserError, match=r"the matrix of 0 has, 16 by 9; take at most 9"):
+        LoRA(images, rank=10, targets=["0"])()
+
+
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r'pip install "crossbow_py\[lora\]"'):
