@@ -7,17 +7,18 @@ share packs with others of another rank or α.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.settings import check, setting
+from crossbow_py.models.frozen import frozen
 
-_SCALE = "adapter_scale"  # the buffer that holds α/r: PEFT would save a name with "lora_" in it
+SCALE = "adapter_scale"  # the buffer that holds α/r: PEFT would save a name with "lora_" in it
 _OF_PEFT = "base_model.model."  # before the names of the base's parameters
 _MOST_NAMED = 8
 
@@ -53,7 +54,10 @@ class LoRA:
         return self.adapted(self.model())
 
     def adapted(self, base: nn.Module) -> nn.Module:
-        """Return a base with adapters in it, of which only these and the layers in `trained` are trained."""
+        """Return a base with adapters in it, of which only these and the layers in `trained` are trained.
+
+        Other layers with running statistics keep these.
+        """
         try:
             import peft  # noqa: PLC0415  two seconds
             from peft.tuners.lora import LoraLayer  # noqa: PLC0415
@@ -66,6 +70,9 @@ class LoRA:
             modules_to_save=list(self.trained) or None,
         )  # fmt: skip
         layers = [name for name, own in base.named_modules() if isinstance(own, nn.Linear | nn.Embedding | nn.Conv2d)]
+        for name, own in base.named_modules():
+            if "running_mean" in own._buffers and not self._trains(name):
+                frozen(own)  # an adapter would be saved without the statistics
         try:
             model: nn.Module = peft.get_peft_model(base, config)
         except Exception as error:
@@ -80,8 +87,14 @@ class LoRA:
                 _hold_scale(layer)
         return model
 
+    def _trains(self, name: str) -> bool:
+        """Return whether a layer is among those that are trained whole."""
+        return any(f".{each}." in f".{name}." for each in self.trained)
+
     def _check_rank(self, name: str, layer: Any) -> None:
-        weight = layer.get_base_layer().weight
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        if weight is None:  # several, as of an attention
+            return
         rows, columns = weight.shape[0], weight[0].numel()
         if self.rank > min(rows, columns):
             raise UserError(
@@ -96,8 +109,9 @@ def names_in_base(names: Iterable[str]) -> dict[str, str]:
     A layer that is trained whole is there twice, as it was and as it is trained.
     """
     found = {}
-    for name in names:
-        if name.startswith(_OF_PEFT) and ".lora_" not in name and not name.endswith(_SCALE):
+    every = list(names)
+    for name in every if any(name.startswith(_OF_PEFT) for name in every) else ():
+        if ".lora_" not in name and not name.endswith(SCALE):
             own = name.removeprefix(_OF_PEFT)
             for part in (".base_layer.", ".original_module.", ".modules_to_save.default."):
                 own = own.replace(part, ".")
@@ -113,23 +127,39 @@ def shown(targets: str | Sequence[str]) -> str:
 def _hold_scale(layer: Any) -> None:
     """Have an adapted layer read its scale from a buffer, which each model of a pack has its own of."""
     (name,) = layer.scaling
-    layer.register_buffer(_SCALE, torch.tensor(float(layer.scaling[name])), persistent=False)
-    layer.scaling = _Scaling(layer)
+    layer.register_buffer(SCALE, torch.tensor(float(layer.scaling[name])), persistent=False)
+    layer.scaling = _Scaling(layer, {name: None})
 
 
 class _Scaling(dict[str, Any]):
-    """The scales of a layer's adapters, as PEFT reads and sets them: the one that its buffer holds."""
+    """The scales of a layer's adapters, as PEFT reads and sets them; None stands for the one that its buffer holds."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__({"default": None})
+    def __init__(self, layer: nn.Module, scales: Mapping[str, Any]) -> None:
+        super().__init__(scales)
         self._layer = layer
 
-    def __getitem__(self, adapter: str) -> Tensor:
-        found: Tensor = getattr(self._layer, _SCALE)
-        return found
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _Scaling, (self._layer, dict(super().items()))
+
+    def __getitem__(self, adapter: str) -> Any:
+        scale = super().__getitem__(adapter)
+        return getattr(self._layer, SCALE) if scale is None else scale
 
     def __setitem__(self, adapter: str, scale: Any) -> None:
-        super().__setitem__(adapter, None)
-        if scale is not None:  # which it is where a copy is filled
+        if adapter in self and super().__getitem__(adapter) is None:
             with torch.no_grad():
-                getattr(self._layer, _SCALE).fill_(float(scale))
+                getattr(self._layer, SCALE).fill_(float(scale))
+        else:
+            super().__setitem__(adapter, scale)
+
+    def copy(self) -> _Scaling:
+        return _Scaling(self._layer, dict(super().items()))
+
+    def get(self, adapter: str, default: Any = None) -> Any:
+        return dict(self.items()).get(adapter, default)
+
+    def items(self) -> Any:
+        return {adapter: self[adapter] for adapter in self}.items()
+
+    def values(self) -> Any:
+        return {adapter: self[adapter] for adapter in self}.values()

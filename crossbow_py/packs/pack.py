@@ -323,16 +323,18 @@ class Pack:
         """Measure members on the samples of a feed, in one pass where they can be fused; drained."""
         return evaluate_bank(self._bank, evaluator, feed, [self._row(member) for member in members])
 
-    def state(self, member: TrialRow) -> dict[str, Tensor]:
+    def state(self, member: TrialRow, whole: bool = True) -> dict[str, Tensor]:
         """Return a copy of a member's weights and buffers by name, on its device; drained.
 
-        What all members share is there once, on the host.
+        What all members share is there once, on the host; not at all unless the state is to be `whole`.
         """
         row = self._row(member)
         found = self._bank.learner_state(row)
         if member.padding is not None:
             found = member.padding.unpad_state(found)
         state = {name: value.detach().clone() for name, value in found.items() if name not in self._bank.base}
+        if not whole and self._bank.base.is_shared:
+            return state
         return {**state, **{name: value[0] for name, value in self._bank.base.on_host(row).items()}}
 
     def restore(self, member: TrialRow, state: Mapping[str, Tensor]) -> None:

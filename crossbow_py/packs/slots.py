@@ -220,12 +220,12 @@ class Packs:
         except Exception as error:  # of the user's model
             return _failed(error)
 
-    def state(self, slot: Slot) -> dict[str, Tensor]:
-        """Return a slot's weights and buffers by name, a copy; raises as `checkpoint` does."""
+    def state(self, slot: Slot, whole: bool = True) -> dict[str, Tensor]:
+        """Return a slot's weights and buffers by name, a copy, see `Pack.state`; raises as `checkpoint` does."""
         with raising_if_lost(self._device):
             if slot.pack_key in self._packs:
-                return self._packs[slot.pack_key].state(slot.member)
-        frozen = frozen_parameters(self._registry.template(slot.described.signature))
+                return self._packs[slot.pack_key].state(slot.member, whole)
+        frozen = frozen_parameters(self._registry.template(slot.described.signature)) if whole else {}
         return {**{name: own.detach().cpu() for name, own in frozen.items()}, **self.checkpoint(slot).state}
 
     def restore(self, slot: Slot, state: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from crossbow_py.core.trees import Tree, call, values_per_sample
 from crossbow_py.data.datasets import Classes
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.mixing import check_mixable
-from crossbow_py.engine.bank.frozen_base import frozen_parameters, frozen_values
+from crossbow_py.engine.bank.frozen_base import frozen_parameters, frozen_values, only_reads
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.modules.losses import Loss, TokenLoss, has_tokens, model_loss, plain_loss
 from crossbow_py.engine.modules.precision import Precision
@@ -25,7 +25,7 @@ from crossbow_py.packs.padding import Padding, family, padding_for
 from crossbow_py.packs.policies import Waiting
 from crossbow_py.packs.trial import Checkpoint, Row, TrialSettings, new_row, own_dropout_rate, signature
 from crossbow_py.packs.width import BUDGET_S, SHARE, CompatibleTrials, Width, measured_width
-from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
+from crossbow_py.train.checks.probe import find_only_read, probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
 from crossbow_py.train.evaluation.metrics import Metric
@@ -213,6 +213,8 @@ class TrialRegistry:
                 if self._is_padded(key, model, own, inputs, wide):
                     return
             for other in self._families.get(own, ()):
+                if key.endswith(_APART) is not other.endswith(_APART):
+                    continue
                 if (padding := padding_for(model, self._kinds[other].template, inputs)) is not None:
                     self._pad(key, other, padding)
                     return
@@ -228,9 +230,10 @@ class TrialRegistry:
             return False
         if family(settings, wide) != own or (padding := padding_for(model, wide, inputs)) is None:
             return False
-        other = self._key(settings, wide)
+        # Of frozen values, which differ between the trials of a key that ends so, each has its own there, too.
+        other = " ".join([signature(settings, wide), *key.split()[1:]])
         if other not in self._kinds:
-            self._kinds[other] = self._new_kind(settings, wide)
+            self._kinds[other] = self._new_kind(settings, wide, not other.endswith(_APART))
         self._pad(key, other, padding)
         return True
 
@@ -251,6 +254,8 @@ class TrialRegistry:
     def _measured_kind(self, settings: TrialSettings, model: nn.Module, shares_base: bool) -> Kind:
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             template = self._template(settings, model.to(self.choices.device), feed)
+            find_only_read(template, self.choices.precision, feed.first_samples(min(2, settings.batch_size)))
+            shares_base = shares_base and (only_reads(template) or not frozen_parameters(template))
             num_outputs = self._num_mixed(settings, template, feed)
             effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone, SHARE)
             if self._fastest and effort.seconds(self._fastest) <= 0:  # those before have left nothing

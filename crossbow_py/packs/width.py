@@ -386,4 +386,6 @@ def _memory_bound(trials: CompatibleTrials, limit: int) -> tuple[int, list[str]]
     executor = "fused" if choices.executor == "auto" else choices.executor
     settings = replace(trials.settings, num_learners="auto", max_learners=limit, batch_size=like.batch_size)
     few, choices = trials.feed.first_samples(min(2, like.batch_size)), replace(choices, executor=executor)
-    return learner_bound(trials.template, few, settings, choices, trials.loss, like.optimizer, Independent())
+    return learner_bound(
+        trials.template, few, settings, choices, trials.loss, like.optimizer, Independent(), trials.shares_base
+    )

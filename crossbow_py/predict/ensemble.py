@@ -95,7 +95,7 @@ class Ensemble:
         bank = ReplicaBank(
             template, len(models), device=self.device, precision=self.precision, state_names=(),
             channels_last=self.channels_last, order="blocks", training=False,
-            shares_base=len({frozen_values(model) for model in models}) == 1,
+            shares_base=len({frozen_values(model) for model in models}) == 1 and not _renorms(template),
         )  # fmt: skip
         for row, model in enumerate(models):
             load_state(bank, row, dict([*model.named_parameters(), *model.named_buffers()]))
@@ -242,6 +242,11 @@ class Ensemble:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _renorms(model: nn.Module) -> bool:
+    """Return whether a pass of the model in evaluation mode writes its weights, as embeddings of a largest norm do."""
+    return any(getattr(layer, "max_norm", None) is not None for layer in model.modules())
 
 
 def _check(models: object, executor: str, device: torch.device) -> None:

@@ -33,7 +33,7 @@ from crossbow_py.data.mixing import Mixing, check_mixable
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.bank.average_ema import AverageEMA
-from crossbow_py.engine.bank.frozen_base import frozen_parameters
+from crossbow_py.engine.bank.frozen_base import frozen_parameters, only_reads
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, candidates
 from crossbow_py.engine.goodput import NoiseScale
@@ -47,7 +47,7 @@ from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.arguments import TrainArguments
 from crossbow_py.train.checks.losses import loss_on, not_shares, remarks_on_targets, standardizes, target_statistics
-from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
+from crossbow_py.train.checks.probe import find_only_read, probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy, remarks_on_starts, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
@@ -124,7 +124,7 @@ class RunBuilder:
         notes = [*tried, *self._choose_executor(template, update, train_feed, loss, shares_base)]
         choices = self.choices
         with ranks.together():
-            most, bounded = learner_bound(template, batch, settings, choices, loss, self.optimizer, rule)
+            most, bounded = learner_bound(template, batch, settings, choices, loss, self.optimizer, rule, shares_base)
             bank, average_ema = self._bank(template, train_feed.num_samples, shares_base)
             bank.base.lend(template)
         if bank.base and bank.base.is_shared and bank.num_learners > 1:
@@ -219,6 +219,7 @@ class RunBuilder:
             loss = StandardizedLoss(loss) if is_standardized(template) else loss
             train_feed, batch, loss, warnings = self._train_feed(template, loss)
             template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
+            find_only_read(template, self.choices.precision, batch)
             evaluator = Evaluator(
                 template, precision=self.choices.precision, loss=loss, metrics=self.metrics,
                 batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
@@ -303,8 +304,11 @@ class RunBuilder:
         frozen = frozen_parameters(template)
         if self.rule.has_central_model or self.settings.num_learners == 1 or not frozen:
             return True
-        other = dict(self._independent(1).named_parameters())
-        return all(torch.equal(own.cpu(), other[name].cpu()) for name, own in frozen.items())
+        if not only_reads(template):
+            return False
+        learners = range(1, self.settings.first_learners)
+        others = (dict(self._independent(learner).named_parameters()) for learner in learners)
+        return all(torch.equal(own.cpu(), other[name].cpu()) for other in others for name, own in frozen.items())
 
     def _choose_executor(
         self, template: nn.Module, update: TorchUpdate, feed: Feed, loss: Loss, shares_base: bool

@@ -108,14 +108,14 @@ def probe(inputs: int = 3, outputs: int = 10) -> nn.Module:
 def on_a_frozen_base(name: str, scale: int, draw: torch.Generator) -> Task:
     """16 models that differ in their seeds, on the same batches."""
     if name == "adapters":
-        tokens = torch.randint(5, 30_000, (400 // scale, 32), generator=draw)
+        tokens = torch.randint(5, 30_000, (240 // scale, 32), generator=draw)
         texts = tokens, (tokens[:, 0] > 15_000).long()
         few = tokens[:64], texts[1][:64]
         return Task(Texts, texts, few, [np.arange(len(tokens))] * 16, nn.CrossEntropyLoss(), 2, 1, 1e-3, adamw=True)
     images = torch.randn(1600 // scale, 3, 32, 32, generator=draw)
     data = images, torch.randint(0, 10, (len(images),), generator=draw)
     few = images[:64], data[1][:64]
-    return Task(probe, data, few, [np.arange(len(images))] * 16, nn.CrossEntropyLoss(), 16, 4 if scale == 1 else 1)
+    return Task(probe, data, few, [np.arange(len(images))] * 16, nn.CrossEntropyLoss(), 16, 2 if scale == 1 else 1)
 
 
 def task_of(name: str, quick: bool) -> Task:

@@ -31,7 +31,7 @@ WRITES_A_COPY = (
 )
 WRITES_FROZEN = (
     "the model's forward writes its frozen parameter {}, which all learners share; make it a buffer "
-    "(register_buffer), or train with num_learners=1 or averaging=independent."
+    "(register_buffer), or train with num_learners=1."
 )
 
 

@@ -10,12 +10,14 @@ import hashlib
 import itertools
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.engine.bank.layout import checksum
 from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
+
+_ONLY_READ: WeakSet[nn.Module] = WeakSet()
 
 
 class FrozenBase:
@@ -30,11 +32,11 @@ class FrozenBase:
     def __init__(
         self, template: nn.Module, rows: int | None, precision: Precision, device: torch.device, channels_last: bool
     ) -> None:
-        self.is_shared, self._num_rows, self._on_host = rows is None, rows or 1, dict[str, Tensor]()
+        self.is_shared, self._on_host = rows is None, dict[str, Tensor]()
         full, self._master = full_precision_parameters(template), dict[str, Tensor]()  # [1 or rows, *shape]
         self._of_passes: dict[str, Tensor] = {}  # the same tensors, or in compute precision
         for name, own in frozen_parameters(template).items():
-            values = _empty((self._num_rows, *own.shape), precision.master, device, channels_last)
+            values = _empty((rows or 1, *own.shape), precision.master, device, channels_last)
             self._master[name] = values.copy_(own.detach())
             self._of_passes[name] = values if name in full else values.to(precision.compute)
 
@@ -66,19 +68,22 @@ class FrozenBase:
         return {n: own[0] if self.is_shared else own[first : first + num_rows] for n, own in self._of_passes.items()}
 
     def lend(self, template: nn.Module) -> None:
-        """Have a template hold the values in the memory that learners share, so that they are there once."""
-        for name, own in frozen_parameters(template).items() if self.is_shared else ():
+        """Have a template hold the values in the memory that learners share, so that they are there once.
+
+        Not if its forward may write them, see `only_reads`.
+        """
+        for name, own in frozen_parameters(template).items() if self.is_shared and template in _ONLY_READ else ():
             own.data = self._master[name][0]
 
     def load(self, learner: int, values: Mapping[str, Tensor]) -> None:
         """Copy values by name to a learner's row. Raises ValueError if all share one that has other values.
 
-        Without any values, the learner has those that all share.
+        Of names without a value, the learner has those that all share.
         """
         if not self.is_shared:
             self._write(learner, values)
             return
-        for name, own in self.master(0).items() if values else ():
+        for name, own in ((name, own) for name, own in self.master(0).items() if name in values):
             given = values[name].detach().to(own)
             if given.data_ptr() != own.data_ptr() and not torch.equal(given.nan_to_num(), own.nan_to_num()):
                 raise ValueError(f"the frozen parameter {name} has other values than that of the other learners")
@@ -102,6 +107,16 @@ class FrozenBase:
         return {name: own.to("cpu", copy=True).unsqueeze(0) for name, own in self.master(learner).items()}
 
 
+def only_reads(template: nn.Module) -> bool:
+    """Return whether `note_only_read` was said of a module: then what is frozen in its copies may be one memory."""
+    return template in _ONLY_READ
+
+
+def note_only_read(template: nn.Module) -> None:
+    """Note that a module's passes, in training and in evaluation, were seen to leave frozen parameters as they are."""
+    _ONLY_READ.add(template)
+
+
 def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are not trained; tied ones once, under their first name."""
     return {name: own for name, own in module.named_parameters() if not own.requires_grad}
@@ -109,16 +124,22 @@ def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def frozen_values(model: nn.Module) -> str | None:
     """Return a text that is equal for models whose frozen parameters are equal; None for a model without any."""
-    found = frozen_parameters(model)
-    sums = [(name, checksum(own.detach().float().flatten())) for name, own in found.items()]
-    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16] if found else None
+    found, known = frozen_parameters(model), hashlib.sha256()
+    for name, own in found.items():
+        known.update(repr((name, tuple(own.shape))).encode())
+        known.update(own.detach().float().cpu().flatten().numpy().data)
+    return known.hexdigest()[:16] if found else None
 
 
 def copy_with(template: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype, reads: bool) -> nn.Module:
     """Return a copy of a template with parameters and buffers of a state in a dtype; see `Evaluator.module`."""
     frozen = frozen_parameters(template)
-    state, named = {**frozen, **state}, frozen if reads else {}
-    read = {name: nn.Parameter(state[name].to(own.device, dtype), False) for name, own in named.items()}
+    state, named = {**frozen, **state}, frozen if reads and template in _ONLY_READ else {}
+    read = {
+        name: nn.Parameter(state[name].to(own.device, dtype), False)
+        for name, own in named.items()
+        if type(own) is nn.Parameter
+    }
     memo: dict[int, Any] = {id(named[name]): own for name, own in read.items()}
     # Buffers that are complex stay as they are.
     module = cast_module(copy.deepcopy(template, memo), Precision("master", dtype, dtype))

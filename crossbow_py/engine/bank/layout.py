@@ -233,11 +233,13 @@ class Rows:
 
     def copy_row(self, row: int, source: Rows, source_row: int = 0) -> None:
         """Copy a row of another `Rows` with the same layout."""
-        torch._foreach_copy_(self.flat(row), source.flat(source_row))
+        if self.layout.blocks:
+            torch._foreach_copy_(self.flat(row), source.flat(source_row))
 
     def zero_row(self, row: int) -> None:
         """Set a row to zero."""
-        torch._foreach_zero_(self.flat(row))
+        if self.layout.blocks:
+            torch._foreach_zero_(self.flat(row))
 
 
 @dataclass(frozen=True)

@@ -111,9 +111,8 @@ class ReplicaBank:
         self.layout = parameter_layout(template, channels_last, matrices, groups)
         self.buffer_layout = buffer_layout(template)
         self.order: Order = order or ("rows" if device.type == "cpu" else "blocks")
-        self._shares_base = shares_base
-        if shares_base:
-            self.base = base or FrozenBase(template, None, precision, device, channels_last)
+        rows = None if shares_base else max(capacity or num_learners, num_learners)
+        self.base = base or FrozenBase(template, rows, precision, device, channels_last)
         self.num_learners, self._training, self._gradient_mean = num_learners, training, gradient_mean
         self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3)) if training else [self._rows(1)] * 3
         self.velocity = self._rows(1) if has_velocity else None
@@ -176,7 +175,7 @@ class ReplicaBank:
         self.gradients, self.corrections = self._rows(trained), self._rows(trained)
         self.state = {name: self._rows(trained) for name in self.state_names}
         self.buffers = Rows(self.buffer_layout, capacity, self.precision.master, self.device)
-        if not self._shares_base:
+        if not self.base.is_shared:
             self.base = FrozenBase(self.template, capacity, self.precision, self.device, self.layout.channels_last)
         self.shadow = self.weights
         if self.precision.has_shadow:
@@ -482,7 +481,7 @@ class ReplicaBank:
         self.z_prev.load(0, saved["z_prev"])
         if self.velocity is not None:
             self.velocity.load(0, saved["velocity"])
-        if self._shares_base:
+        if self.base.is_shared:
             self.base.replace(saved_base(saved, 0))
 
     def _load_rows(self, saved: Mapping[str, Any]) -> None:

@@ -132,8 +132,9 @@ class ModelSizes:
         has_velocity, has_ema: whether there is a velocity of z, and an EMA of z and its buffers.
         shows_mean: whether the learners' mean is evaluated instead of z.
         matrices: rows and columns of the parameters that the optimizer takes as matrices.
-        num_frozen: the number of values of frozen parameters, which all learners share.
+        num_frozen: the number of values of frozen parameters.
         num_frozen_copies: of these, how many are also there in compute precision.
+        shares_base: whether all learners share these.
     """
 
     parameters: tuple[int, ...]
@@ -149,16 +150,17 @@ class ModelSizes:
     matrices: tuple[tuple[int, int], ...] = ()
     num_frozen: int = 0
     num_frozen_copies: int = 0
+    shares_base: bool = True
 
     @property
     def num_values(self) -> int:
         """P, the number of values of all trained parameters."""
         return sum(self.parameters)
 
-    @property
-    def base_bytes(self) -> int:
-        """The bytes of frozen parameters, in master precision and, if it is another, in that of passes."""
-        return self.num_frozen * self.master_bytes + self.num_frozen_copies * self.compute_bytes
+    def base_bytes(self, num_learners: int) -> int:
+        """Return the bytes of frozen parameters, in master precision and, if it is another, in that of passes."""
+        one = self.num_frozen * self.master_bytes + self.num_frozen_copies * self.compute_bytes
+        return one if self.shares_base else num_learners * one
 
     def bank_bytes(self, num_learners: int) -> int:
         """Return the bytes that `ReplicaBank` allocates for K learners, what they share and z, and those of the EMA.
@@ -173,7 +175,7 @@ class ModelSizes:
         if self.has_ema:
             buffers += _rows_bytes(self.buffers, 1, master, "blocks")
         central = (3 + self.has_velocity + self.has_ema) * _rows_bytes(self.parameters, 1, master, self.order)
-        return rows + buffers + central + k * self.counter_bytes + self.base_bytes
+        return rows + buffers + central + k * self.counter_bytes + self.base_bytes(k)
 
     @property
     def template_bytes(self) -> int:
@@ -312,7 +314,7 @@ def breakdown(model: LearnerModel, batch_size: int, num_learners: int, at_once: 
     own = model.learner(batch_size)
     parts = {
         "weights": num_learners * own.weights,
-        "frozen weights, held once": model.sizes.base_bytes,
+        "frozen weights": model.sizes.base_bytes(num_learners),
         "gradients": num_learners * own.gradients,
         "corrections": num_learners * own.corrections,
         "optimizer state": num_learners * own.state,
@@ -434,7 +436,8 @@ class Sample:
 class Job:
     """The settings of training that memory depends on.
 
-    `order` is that of the bank's rows, and `accumulate` the number of micro-batches of a learner's step.
+    `order` is that of the bank's rows, and `accumulate` the number of micro-batches of a learner's step. Frozen
+    parameters are there once if learners share their base.
     """
 
     loss: Loss
@@ -444,6 +447,7 @@ class Job:
     channels_last: bool = True
     order: Order = "blocks"
     accumulate: int = 1
+    shares_base: bool = True
 
 
 def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
@@ -467,4 +471,5 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
         matrices=tuple(block.matrix_shape for block in matrices for _ in range(block.num_matrices)),
         num_frozen=sum(frozen.values()),
         num_frozen_copies=sum(own for name, own in frozen.items() if job.precision.has_shadow and name not in full),
+        shares_base=job.shares_base,
     )

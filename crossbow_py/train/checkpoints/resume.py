@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from crossbow_py.core.errors import CheckpointError, UserError
 from crossbow_py.core.files import given_path
@@ -19,6 +20,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.bank.replicas import CENTRAL
 from crossbow_py.engine.bank.saved import mean_weights, num_saved
+from crossbow_py.models.lora import SCALE
 from crossbow_py.train.checkpoints.checkpoint import (
     SavedCheckpoint,
     checkpoints,
@@ -171,8 +173,14 @@ def identity(run: Run) -> dict[str, Any]:
             "sample_weights": None if run.data.sample_weights is None else _digest(run.data.sample_weights),
         },
         "model": run.bank.shapes,
+        **({"adapter_scales": scales} if (scales := scales_of(run.bank.template)) else {}),
         "num_train_samples": run.num_samples,
     }
+
+
+def scales_of(model: nn.Module) -> dict[str, float]:
+    """Return the scales of LoRA's adapters by name, which a checkpoint holds as buffers and a setting decides."""
+    return {name: float(own) for name, own in model.named_buffers() if name.endswith(SCALE)}
 
 
 def _digest(values: npt.ArrayLike) -> str:

@@ -100,7 +100,8 @@ def load_weights(
     own = module.state_dict(keep_vars=True)
     wrong = _unfitting(own, values)
     if wrong and (names := names_in_base(own)) and not _unfitting({n: own[o] for o, n in names.items()}, values):
-        values = {adapted: values[name] for adapted, name in names.items()}  # adapters begin as they are
+        # Adapters begin as they are; of tied tensors the file has one name.
+        values = {adapted: values[name] for adapted, name in names.items() if name in values}
         wrong = ""
     if wrong and wrong.startswith(NAMES) and not any(name in values for name in NAMES):
         raise CheckpointError(f"{key}={path} is of a model of plain targets; set standardize_targets=False.")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from peft.helpers import rescale_adapter_scale
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -131,6 +133,79 @@ def test_rank_of_a_filter_is_bounded_by_all_values_of_an_output() -> None:
     assert LoRA(images, rank=9, targets=["0"])()(torch.zeros(1, 1, 3, 3)).shape == (1, 2)
     with pytest.raises(UserError, match=r"the matrix of 0 has, 16 by 9; take at most 9"):
         LoRA(images, rank=10, targets=["0"])()
+
+
+def test_other_adapters_beside_it_have_scales_of_their_own() -> None:
+    model: Any = adapted(rank=2, alpha=8, trained=())()
+    with torch.no_grad():
+        next(own for name, own in model.named_parameters() if "0.lora_B" in name).fill_(0.1)
+    inputs, _ = data_of()
+    before = model(inputs)
+    model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=2, target_modules=[*TARGETS]))
+    layer = next(own for name, own in model.named_modules() if name.endswith("model.0"))
+    assert dict(layer.scaling.items()) == {"default": 4, "other": 1} and [*layer.scaling.values()] == [4, 1]
+    assert layer.scaling.get("none", 7) == 7
+    assert torch.equal(copy.deepcopy(model)(inputs), before)
+    with rescale_adapter_scale(model, 0.5):
+        assert not torch.allclose(model(inputs), before)
+    assert torch.equal(model(inputs), before)
+
+
+def test_members_of_other_functions_of_one_form_are_not_taken_for_each_other() -> None:
+    @dataclass(frozen=True)
+    class Relu:
+        width: int = 8
+
+        def __call__(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(6, self.width), nn.ReLU(), nn.Linear(self.width, 3))
+
+    class Tanh(Relu):
+        def __call__(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(6, self.width), nn.Tanh(), nn.Linear(self.width, 3))
+
+    members = [Member(seed=1, model=Relu()), Member(seed=1, model=Tanh())]
+    found = train_many(Relu(), data_of(), members=members, batch_size=4, max_epochs=1, executor="serial")
+    assert [type(own.model.get_submodule("1")) for own in found] == [nn.ReLU, nn.Tanh]
+
+
+def test_targets_are_standardized_only_where_it_is_asked_for_as_adapters_are_saved_without() -> None:
+    inputs, _ = data_of()
+    data = inputs, inputs.sum(1, keepdim=True) + 50
+    call = {"batch_size": 4, "max_epochs": 1, "loss": nn.functional.mse_loss, "executor": "serial"}
+
+    def one() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    lora = LoRA(one, rank=2, targets=["0"])
+    found = train_many(lora, data, members=1, **call)[0].model
+    assert not hasattr(found, "target_std")
+    torch.testing.assert_close(copy.deepcopy(found).merge_and_unload()(inputs), found(inputs))
+    assert hasattr(train_many(lora, data, members=1, standardize_targets=True, **call)[0].model, "target_std")
+
+
+def test_running_statistics_of_the_base_stay_as_adapters_are_saved_without() -> None:
+    def norms() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8)))
+
+    model = LoRA(norms, rank=2, targets=["0"], trained=["3"])().train()
+    assert [own.training for own in model.modules() if isinstance(own, nn.BatchNorm1d)] == [False, True, True]
+
+
+def test_resume_with_another_scale_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "num_learners": 1, "executor": "serial", "tensorboard": False}
+    Trainer(adapted(rank=2, alpha=16), data_of(), output_dir=tmp_path, **options).fit(max_epochs=1)
+    with pytest.raises(UserError, match="is of another run"):
+        Trainer(adapted(rank=2, alpha=2), data_of(), output_dir=tmp_path, resume="auto", **options)
+    again = Trainer(adapted(rank=2, alpha=16), data_of(), output_dir=tmp_path, resume="auto", **options)
+    assert again.state.samples_seen == 16
+
+
+def test_members_of_other_scales_are_other_members(tmp_path: Path) -> None:
+    for alpha in (16, 2):
+        found = train_many(
+            adapted(rank=2, alpha=alpha), data_of(), members=1, batch_size=4, max_epochs=1, output_dir=tmp_path
+        )
+        assert found[0].state["base_model.model.0.adapter_scale"] == alpha / 2
 
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,5 +98,11 @@ def test_text_of_frozen_values_tells_values_shapes_and_names_apart() -> None:
     model, same, moved, other = (model_of(size) for size in (8, 8, 8, 9))
     moved[0].weight.data[0, 0, 0, 0] += 1e-6
     assert frozen_values(model) == frozen_values(same)
+    masks = [nn.Linear(4, 1, bias=False).requires_grad_(False) for _ in range(3)]
+    for mask, values in zip(masks, ([0.0, 1, 1, 0], [1.0, 0, 0, 1], [0.0, 0, 0, 0]), strict=True):
+        mask.weight.data.copy_(torch.tensor([values]))
+    masks.append(nn.Linear(5, 1, bias=False).requires_grad_(False))
+    nn.init.zeros_(masks[3].weight)
+    assert len({frozen_values(each) for each in masks}) == 4
     assert len({frozen_values(each) for each in (model, moved, other)}) == 3
     assert frozen_values(nn.Linear(2, 2)) is None
