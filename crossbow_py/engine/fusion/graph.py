@@ -107,10 +107,7 @@ class FusedGraph:
         self._written = {node.args[0] for node, write in writes.items() if write.must_write}
         self.trained, self._others = self._bind()
         self._counting = self._find_counters(writes)
-        self._read_only, self._shared_buffers = self._find_read_only(), dict[str, Fused]()
-        modules = [dict(bank.module(learner).named_buffers()) for learner in self._learners]
-        self._watched = [own[name] for own in modules for name in self._read_only]
-        self._seen: object = None
+        self._watch_buffers()
         refusal = serves("layers", bank.device, bank.precision.compute) if kernels else None
         self.notes = [refusal] if refusal else []
         serve = kernels and not refusal and bank.layout.channels_last  # kernels take filters in that order
@@ -138,6 +135,13 @@ class FusedGraph:
         names = {node: self._sources[node.name][1] for node in self._inputs}
         found = {node: names[own] for node in writes if (own := _counted(node)) in names}
         return set(found) if sorted(found.values()) == sorted(self._bank.counter_names) else set()
+
+    def _watch_buffers(self) -> None:
+        """Find the buffers that may be read as one for all learners, see `_share_buffers`."""
+        self._read_only, self._shared_buffers = self._find_read_only(), dict[str, Fused]()
+        modules = [dict(self._bank.module(learner).named_buffers()) for learner in self._learners]
+        self._watched = [own[name] for own in modules for name in self._read_only]
+        self._seen: object = None
 
     def _find_read_only(self) -> list[str]:
         """Return the buffers that the graph reads and never writes, if there is a base to compute once with them."""

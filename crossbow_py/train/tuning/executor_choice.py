@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -59,9 +60,8 @@ def choose_executor(
     """
     rule, loss = update.rule, copied_loss(loss)
     shared = not rule.has_central_model or settings.num_learners == 1
-    compared = Comparison(
-        template, feed, loss, choices.precision, settings.channels_last, shared, settings.accumulate, shares_base
-    )
+    like = choices.precision, settings.channels_last, shared, settings.accumulate, shares_base
+    compared = Comparison(template, feed, loss, *like)
     one_shape, feed = feed.one_shape, feed.for_measuring()
     fuses = choices.executor != "auto" and EXECUTORS[choices.executor].FUSES
     if fuses and (reason := why_not_fused(compared)):
@@ -79,13 +79,11 @@ def choose_executor(
     if any(EXECUTORS[name].FUSES for name in possible):
         why_not_fused(compared)  # on real data: candidates may be measured on one sample, repeated
 
+    make_bank = partial(new_bank, template, gradient_mean=update.rule.gradient_mean, shares_base=shares_base)
+
     def candidate(name: str, num_learners: int) -> Candidate:
         def build() -> tuple[Executor, Callable[[int], Round]]:
-            mean = update.rule.gradient_mean
-            bank = new_bank(
-                template, num_learners, name, settings, choices, update.optimizer, gradient_mean=mean,
-                shares_base=shares_base,
-            )  # fmt: skip
+            bank = make_bank(num_learners, name, settings, choices, update.optimizer)
             tasks = RoundTasks(
                 bank, update=update, feed=feed, loss=loss, seed=settings.seed, collective=Collective(),
                 compile_model=settings.compile_model, accumulate=settings.accumulate,
