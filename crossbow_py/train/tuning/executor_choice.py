@@ -69,8 +69,7 @@ def choose_executor(
     if choices.executor != "auto":
         return choices, []
     known = RememberedAnswers("executor", cache)
-    key = _fingerprint(template, settings, choices, update, feed, num_ranks)
-    remembered = known.recall(key)
+    remembered = known.recall(key := _fingerprint(template, settings, choices, update, feed, num_ranks))
     possible = _candidates(settings, choices, num_ranks, one_shape)
     if remembered in possible and still_runs(remembered, compared):
         note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
@@ -88,16 +87,13 @@ def choose_executor(
                 bank, update=update, feed=feed, loss=loss, seed=settings.seed, collective=Collective(),
                 compile_model=settings.compile_model, accumulate=settings.accumulate,
             )  # fmt: skip
-            batch_size, rule = feed.batch_size, update.rule
-            return EXECUTORS[name](tasks), lambda index: calibration_round(index, num_learners, batch_size, rule)
+            return EXECUTORS[name](tasks), lambda index: calibration_round(index, num_learners, feed.batch_size, rule)
 
         return Candidate(name, num_learners, build)
 
     found = calibrate(
-        [candidate(name, k) for name in possible for k in _counts(name, settings)],
-        settings.samples_per_step,
-        choices.device,
-        Effort(is_alone=num_ranks == 1, round_samples=settings.samples_per_step), announce=announce,
+        [candidate(name, k) for name in possible for k in _counts(name, settings)], settings.samples_per_step,
+        choices.device, Effort(is_alone=num_ranks == 1, round_samples=settings.samples_per_step), announce=announce,
     )  # fmt: skip
     sentence = _kept(found, known, key) if found.is_lasting else found.sentence
     chosen = dataclasses.replace(choices, executor=found.executor, executor_choice_s=found.seconds)
