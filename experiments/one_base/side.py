@@ -51,7 +51,8 @@ class Texts(nn.Module):
 def held() -> int:
     """The bytes of all tensors that Python knows, each memory once."""
     gc.collect()
-    tensors = [own for own in gc.get_objects() if isinstance(own, Tensor) and own.device.type == "cpu"]
+    kinds = (Tensor, nn.Parameter)  # others, such as those without values, have no memory
+    tensors = [own for own in gc.get_objects() if type(own) in kinds and own.device.type == "cpu"]
     return sum({own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in tensors}.values())
 
 
