@@ -17,11 +17,12 @@ from crossbow_py.data.datasets import Collated
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.auto_tuner import AutoTunerSettings
-from crossbow_py.engine.modules.frozen import frozen
 from crossbow_py.engine.modules.losses import model_loss
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon
 from crossbow_py.many.members import Member, folds
 from crossbow_py.many.train_many import train_many
+from crossbow_py.models.frozen import frozen
+from crossbow_py.models.lora import LoRA
 from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.events import Listener
@@ -59,6 +60,7 @@ __all__ = [
     "Ensemble",
     "Independent",
     "Listener",
+    "LoRA",
     "Member",
     "Muon",
     "Result",

@@ -116,6 +116,7 @@ def make_tasks(
     loss: Loss = nn.functional.cross_entropy,
     accumulate: int = 1,
     smoothing: float = 0.0,
+    shares_base: bool = True,
 ) -> RoundTasks:
     """Task bodies over a bank on CPU. A learner's step takes `accumulate` batches."""
     model = optimizer.prepared(make_model())
@@ -123,7 +124,7 @@ def make_tasks(
         model, num_learners, device=CPU, precision=precision, state_names=optimizer.state_names, order=order,
         channels_last=channels_last, has_velocity=rule.has_velocity, gradient_mean=rule.gradient_mean,
         matrices=optimizer.matrices(model), groups=optimizer.group_numbers(model),
-        row_optimizer=optimizer.row_optimizer,
+        row_optimizer=optimizer.row_optimizer, shares_base=shares_base,
     )  # fmt: skip
     feed = make_feed(
         data or features(64), batch_size * accumulate, seed, channels_last=True, dtype=precision.compute,

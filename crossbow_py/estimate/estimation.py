@@ -136,7 +136,7 @@ def estimate(config: EstimateConfig) -> Estimate:
     job = _job(config, precision, on_gpu)
 
     def make_model() -> nn.Module:
-        module: nn.Module = config.model.build(facts.sample.input_shape, facts.num_classes)
+        module: nn.Module = config.model.make(facts.sample.input_shape, facts.num_classes)
         return module
 
     most = max(1, min(LARGEST_BATCH, facts.num_train or LARGEST_BATCH) // config.accumulate)

@@ -38,7 +38,7 @@ def train(config: ManyConfig) -> int:
         source = config.data.load(progress=sys.stderr.isatty())
         shared = {each.name: getattr(config, each.name) for each in fields(JobSettings)}
         arguments = ManyArguments(
-            model=lambda: config.model.build(source.input_shape, source.num_classes or 0),
+            model=lambda: config.model.make(source.input_shape, source.num_classes or 0),
             train_data=source.train,
             test_data=source.test,
             validation_data=source.validation,

@@ -155,7 +155,7 @@ def without_unused(words: list[str]) -> list[str]:
 
 
 def _make(model: Any, input_shape: tuple[int, ...], num_classes: int | None) -> nn.Module:
-    module: nn.Module = model.build(input_shape, num_classes or 0)
+    module: nn.Module = model.make(input_shape, num_classes or 0)
     return module
 
 

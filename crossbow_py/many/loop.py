@@ -354,7 +354,7 @@ class ManyLoop:
         if is_better:
             so_far.best_value, so_far.best = value, len(so_far.history) - 1
             if self.plan.restore_best:
-                so_far.best_state = self.packs.state(each.slot)
+                so_far.best_state = self.packs.state(each.slot, whole=False)
 
     def _finish(self, ended: Sequence[tuple[Progress, Status]]) -> None:
         for each, _ in ended:

@@ -21,6 +21,7 @@ from crossbow_py.data.datasets import Data, check_data, class_labels, in_tensors
 from crossbow_py.data.randomness import permutation
 from crossbow_py.data.sampler import SampleOrder, balanced_weights
 from crossbow_py.engine.update.optimizers import Optimizer
+from crossbow_py.models.lora import LoRA
 from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.train.arguments import check_keywords, rule_of
 from crossbow_py.train.run_settings import JobSettings, StopConditions
@@ -288,6 +289,9 @@ def _maker_key(make: Callable[[], nn.Module]) -> str:
     """Return a text that is equal for functions that make models of one architecture, as far as can be told."""
     if isinstance(make, partial):
         return repr((_maker_key(make.func), make.args, sorted(make.keywords.items())))
+    if isinstance(make, LoRA):
+        own = {each.name: getattr(make, each.name) for each in fields(make)}
+        return repr({**own, "model": _maker_key(make.model)})
     return f"{getattr(make, '__module__', '')}.{getattr(make, '__qualname__', '')} {id(make)}"
 
 

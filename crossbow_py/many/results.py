@@ -47,7 +47,8 @@ class MemberResult:
         history: a dict for each evaluation on the way: epoch, samples, train_loss, and what was measured.
         reason: why it failed.
         held_out: its own validation samples.
-        state: the model's weights and buffers by name, on the host; empty if it failed.
+        state: the model's weights and buffers by name, on the host; empty if it failed. Frozen parameters that
+            members share are one memory: copy a state before it is written.
     """
 
     name: str

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 from torch import nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import check
+from crossbow_py.core.settings import check, from_mapping, setting
+from crossbow_py.models.lora import LoRA
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,20 @@ class ModelSettings(ABC):
     GROUP: ClassVar[str] = "model"
     NAME: ClassVar[str]
 
+    _: KW_ONLY
+    lora: dict[str, Any] = setting(
+        {}, "adapters to train instead, by PEFT: {rank: 8, alpha: 16, dropout: 0, targets: [names], trained: [names]}"
+    )
+
     def __post_init__(self) -> None:
         check(self)
+        if self.lora:
+            from_mapping(LoRA, {"model": nn.Identity, **self.lora}, "model.lora")
+
+    def make(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        """Build the module, with adapters if there are to be any. Raises UserError."""
+        build = partial(self.build, input_shape, num_classes)
+        return LoRA(build, **self.lora)() if self.lora else build()
 
     @abstractmethod
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:

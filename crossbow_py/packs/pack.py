@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging import Independent
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.mixing import Mixing
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.distributed.collective import Collective
+from crossbow_py.engine.bank.frozen_base import frozen_parameters, frozen_values
 from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.bank.saved import saved_base
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.modules.dropout import set_dropout_rate
 from crossbow_py.engine.modules.losses import Loss
@@ -24,7 +29,7 @@ from crossbow_py.engine.rounds import Draws, Round, RoundOutcome, RoundTasks, sm
 from crossbow_py.engine.update.optimizers import side_by_side
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.packs.padding import Padding
-from crossbow_py.packs.trial import Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
+from crossbow_py.packs.trial import Checkpoint, Row, TrialSettings, new_row, own_dropout_rate, read_row, with_zero_state
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_bank, load_state
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.executor_choice import new_bank
@@ -58,6 +63,7 @@ class TrialRow:
         planned_samples: its length if it is trained to the end, for its schedule.
         dropout_rate: the rate of the model's dropout layers; read if trials of its signature may differ in it.
         padding: how it lies in the wider model of its pack; None if its pack has its own model.
+        first: the row that it begins with, without what is frozen; None if it is to be made.
         loss_sum, num_losses: sums over the rounds of this segment.
         failure: why it cannot go on.
         is_idle: whether it trains on for nobody, until another takes its row.
@@ -70,6 +76,7 @@ class TrialRow:
     planned_samples: int
     dropout_rate: float = 0.0
     padding: Padding | None = None
+    first: Row | None = None
     samples_seen: int = 0
     num_rounds: int = 0
     loss_sum: float = 0.0
@@ -106,13 +113,14 @@ class Pack:
         feed: gives training batches of their size; closed with the pack.
         members: at least one.
         num_outputs: C, of a model whose batches are mixed; else None.
+        shares_base: whether frozen parameters are the same for all.
 
     Raises LearnerError, MemoryError or RuntimeError from rounds that fail for all; see `Executor.submit`.
     """
 
     def __init__(
         self, job: PackJob, signature: str, template: nn.Module, feed: Feed, members: Sequence[TrialRow],
-        num_outputs: int | None = None,
+        num_outputs: int | None = None, shares_base: bool = True,
     ) -> None:  # fmt: skip
         self.job, self.signature, self.template, self.feed = job, signature, template, feed
         first = members[0].settings.optimizer
@@ -121,6 +129,7 @@ class Pack:
         )
         self.members: list[TrialRow] = []
         self._engine: _Engine | None = None
+        self._shares_base, self._base = shares_base, frozen_values(template) if shares_base else None
         self._num_outputs, self._mixings = num_outputs, dict[int, Mixing]()  # by stream
         if num_outputs is not None:
             feed.mixing = self._mix
@@ -162,7 +171,10 @@ class Pack:
             self.feed.serve(len(rows))
         job, first = self.job, members[0].settings
         name = job.choose_executor(self.signature, len(rows))
-        bank = new_bank(self.template, len(rows), name, job.settings, job.choices, first.optimizer)
+        bank = new_bank(
+            self.template, len(rows), name, job.settings, job.choices, first.optimizer, shares_base=self._shares_base
+        )
+        bank.base.lend(self.template)
         tasks = RoundTasks(
             bank, update=self._update, feed=self.feed, loss=job.loss, seed=first.seed, collective=Collective()
         )
@@ -176,9 +188,27 @@ class Pack:
         if member.begun is not None:
             row = member.begun.row
         else:
-            model = member.settings.new_model().to(self.job.choices.device)
-            row = new_row(model, self._update.optimizer.state_names)
+            row = member.first or new_row(member.settings.new_model().to(self.job.choices.device))
+            row = with_zero_state(row, self._update.optimizer.state_names)
+        if self._shares_base:
+            row = {**row, "frozen": self._checked(row)}
         return row if member.padding is None else member.padding.pad_row(row)
+
+    def _checked(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return no frozen values for a row that has those of the pack; raises UserError if it has others."""
+        if row.get("base") not in (None, self._base):
+            raise UserError(
+                "the model's frozen parameters are not those that it was trained over; load the same file, or begin "
+                "anew in another folder."
+            )
+        shared = frozen_parameters(self.template)
+        for name, own in saved_base(row, 0).items():
+            if name in shared and not torch.equal(own.to(shared[name]).nan_to_num(), shared[name].nan_to_num()):
+                raise UserError(
+                    f"the model's frozen parameter {name} has other values each time that the model is made; load them "
+                    "from one file, or make them from a seed of their own."
+                )
+        return {}
 
     def _settle_rows(self, rows: Sequence[int]) -> None:
         """Apply the members' own settings: optimizer, dropout, label smoothing, augmentation."""
@@ -284,7 +314,7 @@ class Pack:
     def drain(self) -> None:
         """Wait for what is in flight; after that, members may be measured and exchanged."""
         self._absorb(self._executor.drain())
-        self._bank.check_bindings(averages=False)
+        self._bank.check_bindings(averages=self._bank.base.is_shared)
         self.notes += [*take_all(self._executor.notes), *self.feed.take_notes()]
 
     # --- results ------------------------------------------------------------------------------------------------------
@@ -293,12 +323,19 @@ class Pack:
         """Measure members on the samples of a feed, in one pass where they can be fused; drained."""
         return evaluate_bank(self._bank, evaluator, feed, [self._row(member) for member in members])
 
-    def state(self, member: TrialRow) -> dict[str, Tensor]:
-        """Return a copy of a member's weights and buffers by name, on its device; drained."""
-        found = self._bank.learner_state(self._row(member))
+    def state(self, member: TrialRow, whole: bool = True) -> dict[str, Tensor]:
+        """Return a copy of a member's weights and buffers by name, on its device; drained.
+
+        What all members share is there once, on the host; not at all unless the state is to be `whole`.
+        """
+        row = self._row(member)
+        found = self._bank.learner_state(row)
         if member.padding is not None:
             found = member.padding.unpad_state(found)
-        return {name: value.detach().clone() for name, value in found.items()}
+        state = {name: value.detach().clone() for name, value in found.items() if name not in self._bank.base}
+        if not whole and self._bank.base.is_shared:
+            return state
+        return {**state, **{name: value[0] for name, value in self._bank.base.on_host(row).items()}}
 
     def restore(self, member: TrialRow, state: Mapping[str, Tensor]) -> None:
         """Give a member the weights and buffers of `state`; drained."""
@@ -306,7 +343,7 @@ class Pack:
 
     def checkpoint(self, member: TrialRow) -> Checkpoint:
         """Return where a member stands; the pack must be drained."""
-        row = read_row(self._bank, self._row(member))
+        row = {**read_row(self._bank, self._row(member)), "base": self._base if self._shares_base else None}
         if member.padding is not None:
             row = member.padding.unpad_row(row)
         return Checkpoint(member.samples_seen, member.num_rounds, row)

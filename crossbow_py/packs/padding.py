@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.trees import Tree, call, in_format
-from crossbow_py.engine.modules.dropout import dropout_rates
+from crossbow_py.engine.bank.frozen_base import frozen_values
 from crossbow_py.engine.trust import compare
 from crossbow_py.engine.update.optimizers import SGD, AdamW
-from crossbow_py.packs.trial import Row, TrialSettings
+from crossbow_py.packs.trial import Row, TrialSettings, shared_dropout
 
 SHARE = 0.5  # of the widest model's parameters: what a model has at least to take part in its packs
 _GATES = {"LSTM": 4, "GRU": 3}  # blocks of hidden_size outputs, one behind the other
@@ -93,16 +93,20 @@ class Padding:
 
 def _mapped(row: Row, function: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Row:
     state = {name: function(values) for name, values in row["state"].items()}
-    return {**row, "weights": function(row["weights"]), "buffers": function(row["buffers"]), "state": state}
+    parts = [part for part in ("weights", "frozen", "buffers") if part in row]
+    return {**row, **{part: function(row[part]) for part in parts}, "state": state}
 
 
 def family(settings: TrialSettings, model: nn.Module) -> str | None:
     """Return a text that is equal for trials whose models may differ in width alone; None if none can be padded."""
-    if type(settings.optimizer) not in (SGD, AdamW) or any(dropout_rates(model)):
+    if type(settings.optimizer) not in (SGD, AdamW):
         return None
     tensors = [(name, value.ndim, str(value.dtype), value.requires_grad) for name, value in _named(model)]
     modules = [(name, type(own).__qualname__) for name, own in model.named_modules()]
-    facts = (tensors, modules, settings.batch_size, settings.optimizer.shared(), settings.augmentation.mixes)
+    facts = (
+        tensors, modules, settings.batch_size, settings.optimizer.shared(), settings.augmentation.mixes,
+        frozen_values(model), shared_dropout(model),
+    )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -135,6 +139,9 @@ def padding_for(model: nn.Module, wide: nn.Module, inputs: Tree) -> Padding | No
 def _is_exact(padding: Padding, model: nn.Module, wide: nn.Module, inputs: Tree) -> bool:
     inputs = in_format(inputs, torch.float64)
     own, padded = (copy.deepcopy(each).double() for each in (model, wide))
+    for layer in (*own.modules(), *padded.modules()):
+        if isinstance(layer, nn.modules.dropout._DropoutNd):
+            layer.p = 0.5  # so that masks which padded units take part in differ for certain
     draws = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in own.parameters():

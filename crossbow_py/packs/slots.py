@@ -15,6 +15,7 @@ from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, one_line
 from crossbow_py.data.feed import Feed
+from crossbow_py.engine.bank.frozen_base import frozen_parameters
 from crossbow_py.engine.device.memory import (
     forget_frames,
     free_memory,
@@ -111,7 +112,7 @@ class Packs:
                 self._packs[key] = Pack(  # no local name: the feed of one that fails would live on beside the next
                     self._job, signature, self._registry.template(signature),
                     self._registry.data.feed_of(members[0].settings.batch_size), members,
-                    self._registry.num_outputs(signature),
+                    self._registry.num_outputs(signature), self._registry.shares_base(signature),
                 )  # fmt: skip
                 if warning := self._packs[key].warning:
                     self._message(warning)
@@ -219,12 +220,13 @@ class Packs:
         except Exception as error:  # of the user's model
             return _failed(error)
 
-    def state(self, slot: Slot) -> dict[str, Tensor]:
-        """Return a slot's weights and buffers by name, a copy; raises as `checkpoint` does."""
+    def state(self, slot: Slot, whole: bool = True) -> dict[str, Tensor]:
+        """Return a slot's weights and buffers by name, a copy, see `Pack.state`; raises as `checkpoint` does."""
         with raising_if_lost(self._device):
             if slot.pack_key in self._packs:
-                return self._packs[slot.pack_key].state(slot.member)
-        return self.checkpoint(slot).state
+                return self._packs[slot.pack_key].state(slot.member, whole)
+        frozen = frozen_parameters(self._registry.template(slot.described.signature)) if whole else {}
+        return {**{name: own.detach().cpu() for name, own in frozen.items()}, **self.checkpoint(slot).state}
 
     def restore(self, slot: Slot, state: Mapping[str, Tensor]) -> None:
         """Give a slot's trial the weights and buffers of `state`."""

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, UserError, one_line, text_of
@@ -15,21 +16,23 @@ from crossbow_py.core.trees import Tree, call, values_per_sample
 from crossbow_py.data.datasets import Classes
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.mixing import check_mixable
+from crossbow_py.engine.bank.frozen_base import frozen_parameters, frozen_values, only_reads
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.modules.losses import Loss, TokenLoss, has_tokens, model_loss, plain_loss
 from crossbow_py.engine.modules.precision import Precision
 from crossbow_py.packs.pack import TrialRow
 from crossbow_py.packs.padding import Padding, family, padding_for
 from crossbow_py.packs.policies import Waiting
-from crossbow_py.packs.trial import Checkpoint, TrialSettings, own_dropout_rate, signature
+from crossbow_py.packs.trial import Checkpoint, Row, TrialSettings, new_row, own_dropout_rate, signature
 from crossbow_py.packs.width import BUDGET_S, SHARE, CompatibleTrials, Width, measured_width
-from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
+from crossbow_py.train.checks.probe import find_only_read, probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
 from crossbow_py.train.evaluation.metrics import Metric
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Effort
 
+_APART = "apart"  # ends the keys of trials whose frozen parameters are each their own
 MakeTrial = Callable[[int, Mapping[str, Any]], TrialSettings]
 
 
@@ -64,12 +67,14 @@ class TrialData:
 class Kind:
     """The template and the pack width that trials of one signature share.
 
-    `num_outputs` is that of models whose batches are mixed, else None.
+    `num_outputs` is that of models whose batches are mixed, else None. Frozen parameters are the same for all trials if
+    they share a base.
     """
 
     template: nn.Module
     width: Width
     num_outputs: int | None = None
+    shares_base: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,18 @@ class Described:
     signature: str
     dropout_rate: float
     padding: Padding | None = None
+    first: Row | None = None  # what it begins with, if most of the model is frozen and so need not be made again
 
     def row(self, trial: int, begun: Checkpoint | None, end_samples: int, planned_samples: int) -> TrialRow:
         """Return a row for it."""
-        return TrialRow(trial, self.settings, begun, end_samples, planned_samples, self.dropout_rate, self.padding)
+        first = None if begun is not None else self.first
+        return TrialRow(
+            trial, self.settings, begun, end_samples, planned_samples, self.dropout_rate, self.padding, first
+        )
+
+
+def _is_mostly_frozen(model: nn.Module) -> bool:
+    return sum(map(torch.numel, frozen_parameters(model).values())) > sum(map(torch.numel, model.parameters())) / 2
 
 
 class TrialRegistry:
@@ -119,6 +132,7 @@ class TrialRegistry:
         self.has_packs: Callable[[], bool] = lambda: False
         self.make_room: Callable[[], bool] = lambda: False
         self._measuring_s, self._fastest = 0.0, 0.0
+        self._frozen: dict[str, list[str]] = {}  # values of the trials so far, by what else they have in common
         self._described: dict[int, Described | str] = {}
         self._kinds: dict[str, Kind] = {}
         self._families: dict[str, list[str]] = {}  # signatures of kinds whose models differ in width alone
@@ -135,11 +149,13 @@ class TrialRegistry:
             try:
                 settings = self._make_trial(trial, params)
                 model = settings.new_model()
-                key = signature(settings, model)
+                key = self._key(settings, model)
                 if key not in self._kinds and key not in self._paddings:
                     self._add(key, settings, model)
                 key, padding = self._paddings.get(key, (key, None))
-                self._described[trial] = Described(settings, key, own_dropout_rate(model) or 0.0, padding)
+                shares = self._kinds[key].shares_base and _is_mostly_frozen(model)
+                first = {**new_row(model), "frozen": {}} if shares else None
+                self._described[trial] = Described(settings, key, own_dropout_rate(model) or 0.0, padding, first)
             except (DataError, DeviceLostError):
                 raise
             except Exception as error:  # of the user's model
@@ -147,6 +163,18 @@ class TrialRegistry:
                 is_said = isinstance(error, CrossbowError)
                 self._described[trial] = text_of(error) if is_said else one_line(error)
         return self._described[trial]
+
+    def _key(self, settings: TrialSettings, model: nn.Module) -> str:
+        """Return the signature, with the values of frozen parameters: trials that share them have packs of their own.
+
+        Those whose values no trial before has had are in packs in which each holds its own.
+        """
+        alike, values = signature(settings, model), frozen_values(model)
+        if values is None:
+            return alike
+        seen = self._frozen.setdefault(alike, [])
+        seen.append(values)
+        return f"{alike} {values if seen[0] == values or seen.count(values) > 1 else _APART}"
 
     def check(self, params: Mapping[str, Any]) -> None:
         """Build the model and take small batches through it. Raises UserError, or what the user's model raises."""
@@ -185,10 +213,12 @@ class TrialRegistry:
                 if self._is_padded(key, model, own, inputs, wide):
                     return
             for other in self._families.get(own, ()):
+                if key.endswith(_APART) is not other.endswith(_APART):
+                    continue
                 if (padding := padding_for(model, self._kinds[other].template, inputs)) is not None:
                     self._pad(key, other, padding)
                     return
-        self._kinds[key] = self._new_kind(settings, model)
+        self._kinds[key] = self._new_kind(settings, model, not key.endswith(_APART))
         if own is not None and self._pads:
             self._families.setdefault(own, []).append(key)
 
@@ -200,9 +230,10 @@ class TrialRegistry:
             return False
         if family(settings, wide) != own or (padding := padding_for(model, wide, inputs)) is None:
             return False
-        other = signature(settings, wide)
+        # Of frozen values, which differ between the trials of a key that ends so, each has its own there, too.
+        other = " ".join([signature(settings, wide), *key.split()[1:]])
         if other not in self._kinds:
-            self._kinds[other] = self._new_kind(settings, wide)
+            self._kinds[other] = self._new_kind(settings, wide, not other.endswith(_APART))
         self._pad(key, other, padding)
         return True
 
@@ -210,19 +241,21 @@ class TrialRegistry:
         self._paddings[key] = other, padding
         self._announce(padding.sentence)
 
-    def _new_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
+    def _new_kind(self, settings: TrialSettings, model: nn.Module, shares_base: bool = True) -> Kind:
         """Describe a new kind; if memory is short beside the packs, again without them."""
         try:
-            return self._measured_kind(settings, model)
+            return self._measured_kind(settings, model, shares_base)
         except Exception as error:
             if not (is_out_of_memory(error) and self.make_room()):
                 raise
         free_memory(self.choices.device)
-        return self._measured_kind(settings, model)
+        return self._measured_kind(settings, model, shares_base)
 
-    def _measured_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
+    def _measured_kind(self, settings: TrialSettings, model: nn.Module, shares_base: bool) -> Kind:
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             template = self._template(settings, model.to(self.choices.device), feed)
+            find_only_read(template, self.choices.precision, feed.first_samples(min(2, settings.batch_size)))
+            shares_base = shares_base and (only_reads(template) or not frozen_parameters(template))
             num_outputs = self._num_mixed(settings, template, feed)
             effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone, SHARE)
             if self._fastest and effort.seconds(self._fastest) <= 0:  # those before have left nothing
@@ -230,15 +263,20 @@ class TrialRegistry:
             begun = time.perf_counter()
             try:
                 width, notes = measured_width(
-                    CompatibleTrials(self.settings, self.choices, settings, template, feed, self.data.loss),
+                    CompatibleTrials(
+                        self.settings, self.choices, settings, template, feed, self.data.loss, shares_base
+                    ),
                     self._most, self._announce, self.has_packs(), self.make_room, effort,
                 )  # fmt: skip
             finally:
                 self._measuring_s += time.perf_counter() - begun
         self._fastest = max(self._fastest, *width.rates.values())
+        count = sum(map(torch.numel, frozen_parameters(template).values()))
+        if count and shares_base:
+            notes = [*notes, f"{count:,} frozen values are held once for all trials of a pack."]
         for note in (*notes, width.sentence):
             self._announce(note)
-        return Kind(template, width, num_outputs)
+        return Kind(template, width, num_outputs, shares_base)
 
     def _template(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> nn.Module:
         """Return a model as packs copy it, once a batch went through it in training and in evaluation."""
@@ -283,6 +321,10 @@ class TrialRegistry:
     def num_outputs(self, key: str) -> int | None:
         """Return C of a signature's models, if their batches are mixed; else None."""
         return self._kinds[key].num_outputs
+
+    def shares_base(self, key: str) -> bool:
+        """Return whether a signature's trials share their frozen parameters."""
+        return self._kinds[key].shares_base
 
     def executor(self, key: str, num_trials: int) -> str:
         """Return the executor for that many trials of a signature."""

@@ -58,6 +58,7 @@ class CompatibleTrials:
         template: its model, on the device.
         feed: gives training batches of its size.
         loss: what they minimise.
+        shares_base: whether their frozen parameters are the same.
     """
 
     settings: RunSettings
@@ -66,12 +67,15 @@ class CompatibleTrials:
     template: nn.Module
     feed: Feed
     loss: Loss
+    shares_base: bool = True
 
     @property
     def compared(self) -> Comparison:
         """The comparison that comes before their models are fused; in packs they take the same batches."""
         precision, channels_last = self.choices.precision, self.settings.channels_last
-        return Comparison(self.template, self.feed, self.loss, precision, channels_last, shared=True)
+        return Comparison(
+            self.template, self.feed, self.loss, precision, channels_last, shared=True, shares_base=self.shares_base
+        )
 
     def __str__(self) -> str:
         return f"{self.like.name} with batches of {self.like.batch_size}"
@@ -238,7 +242,7 @@ def _fingerprint(trials: CompatibleTrials, names: Sequence[str], limit: int, is_
     return fingerprint(
         crossbow_py=__version__,
         model=(trial.model_key, _RATE.sub("p=", f"{template}")),
-        parameters=[tuple(parameter.shape) for parameter in template.parameters()],
+        parameters=[(*own.shape, *([] if own.requires_grad else ["frozen"])) for own in template.parameters()],
         inputs=(form_of(inputs), trial.batch_size),
         device=str(choices.device),
         **({"in_use": in_use(choices.device)} if choices.device.type == "cuda" else {}),
@@ -310,7 +314,9 @@ def measured_width(
 def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:
     def build() -> tuple[Executor, Callable[[int], Round]]:
         choices, optimizer, feed = trials.choices, trials.like.optimizer, trials.feed
-        bank = new_bank(trials.template, count, name, trials.settings, choices, optimizer)
+        bank = new_bank(
+            trials.template, count, name, trials.settings, choices, optimizer, shares_base=trials.shares_base
+        )
         update, _ = choose_update(optimizer, Independent(), choices.device, choices.precision.master)
         tasks = RoundTasks(
             bank, update=update, feed=feed.for_measuring(), loss=trials.loss, seed=0, collective=Collective()
@@ -380,4 +386,6 @@ def _memory_bound(trials: CompatibleTrials, limit: int) -> tuple[int, list[str]]
     executor = "fused" if choices.executor == "auto" else choices.executor
     settings = replace(trials.settings, num_learners="auto", max_learners=limit, batch_size=like.batch_size)
     few, choices = trials.feed.first_samples(min(2, like.batch_size)), replace(choices, executor=executor)
-    return learner_bound(trials.template, few, settings, choices, trials.loss, like.optimizer, Independent())
+    return learner_bound(
+        trials.template, few, settings, choices, trials.loss, like.optimizer, Independent(), trials.shares_base
+    )

@@ -22,6 +22,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.measured import fastest
 from crossbow_py.core.trees import Tree, batch_key, call, form_of, leaves, map_tree
 from crossbow_py.data.normalisation import digits_lost
+from crossbow_py.engine.bank.frozen_base import frozen_values
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, check_executor
 from crossbow_py.engine.executors.on_device import CaptureError
@@ -94,6 +95,7 @@ class Ensemble:
         bank = ReplicaBank(
             template, len(models), device=self.device, precision=self.precision, state_names=(),
             channels_last=self.channels_last, order="blocks", training=False,
+            shares_base=len({frozen_values(model) for model in models}) == 1 and not _renorms(template),
         )  # fmt: skip
         for row, model in enumerate(models):
             load_state(bank, row, dict([*model.named_parameters(), *model.named_buffers()]))
@@ -240,6 +242,11 @@ class Ensemble:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _renorms(model: nn.Module) -> bool:
+    """Return whether a pass of the model in evaluation mode writes its weights, as embeddings of a largest norm do."""
+    return any(getattr(layer, "max_norm", None) is not None for layer in model.modules())
 
 
 def _check(models: object, executor: str, device: torch.device) -> None:

@@ -42,7 +42,7 @@ class TrainedModel:
 
     def load(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         """The module, in evaluation mode. Raises UserError when the file does not fit such inputs and classes."""
-        module: nn.Module = self.config.model.build(input_shape, num_classes)
+        module: nn.Module = self.config.model.make(input_shape, num_classes)
         given = f"this model for samples of shape {list(input_shape)} and {num_classes} classes"
         remedy = "choose models that were trained on such data"
         load_weights(module, self.file, key="models", model=given, remedy=remedy)

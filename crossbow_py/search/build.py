@@ -162,7 +162,7 @@ class SearchRun:
         model = {name: value for name, value in to_mapping(own.model).items() if name != "dropout"}
 
         def make_model() -> nn.Module:
-            module: nn.Module = own.model.build(self.source.input_shape, self.source.num_classes or 0)
+            module: nn.Module = own.model.make(self.source.input_shape, self.source.num_classes or 0)
             return module
 
         return TrialSettings(

@@ -74,7 +74,7 @@ def build_trainer(
                 f"model={config.model.NAME} classifies, but the targets of data={source.name} are not classes; "
                 "use integer targets, or model=custom."
             )
-        module: nn.Module = config.model.build(source.input_shape, source.num_classes or 0)
+        module: nn.Module = config.model.make(source.input_shape, source.num_classes or 0)
         return module
 
     shared = [field.name for options in (RunOptions, RunSettings) for field in fields(options)]

@@ -33,6 +33,7 @@ from crossbow_py.data.mixing import Mixing, check_mixable
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.bank.average_ema import AverageEMA
+from crossbow_py.engine.bank.frozen_base import frozen_parameters, only_reads
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, candidates
 from crossbow_py.engine.goodput import NoiseScale
@@ -46,7 +47,7 @@ from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.arguments import TrainArguments
 from crossbow_py.train.checks.losses import loss_on, not_shares, remarks_on_targets, standardizes, target_statistics
-from crossbow_py.train.checks.probe import probe, probe_evaluation, settled_on_tokens, takes_labels
+from crossbow_py.train.checks.probe import find_only_read, probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy, remarks_on_starts, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
@@ -119,15 +120,18 @@ class RunBuilder:
             loss = TokenLoss(weighted) if isinstance(loss, TokenLoss) else weighted
         self._set_mixing(train_feed, batch, loss, evaluator)
         update, warning = choose_update(self.optimizer, rule, device, self.choices.precision.master)
-        notes = [*tried, *self._choose_executor(template, update, train_feed, loss)]
+        shares_base = self._shares_base(template)
+        notes = [*tried, *self._choose_executor(template, update, train_feed, loss, shares_base)]
         choices = self.choices
         with ranks.together():
-            most, bounded = learner_bound(template, batch, settings, choices, loss, self.optimizer, rule)
-            bank, average_ema = self._bank(template, train_feed.num_samples)
+            most, bounded = learner_bound(template, batch, settings, choices, loss, self.optimizer, rule, shares_base)
+            bank, average_ema = self._bank(template, train_feed.num_samples, shares_base)
+            bank.base.lend(template)
+        if bank.base and bank.base.is_shared and bank.num_learners > 1:
+            notes.append(f"{bank.base.num_values:,} frozen values are held once for all learners.")
         if not rule.has_central_model:  # learners share every batch and are never averaged
             for learner in range(1, bank.num_learners):
-                seed = counter_seed(settings.seed, "initialisation", 0, learner)
-                apart = seeded_model(self._make_model, seed, self.init_from)
+                apart = self._independent(learner)
                 bank.load_learner(learner, apart)
                 notes += remarks_on_starts(template, apart) if learner == 1 and self.init_from is None else []
         make_model = self.arguments.model
@@ -215,6 +219,7 @@ class RunBuilder:
             loss = StandardizedLoss(loss) if is_standardized(template) else loss
             train_feed, batch, loss, warnings = self._train_feed(template, loss)
             template = faithful_copy(template, self.choices.precision, batch, self.settings.channels_last)
+            find_only_read(template, self.choices.precision, batch)
             evaluator = Evaluator(
                 template, precision=self.choices.precision, loss=loss, metrics=self.metrics,
                 batch_size=evaluation_batch_size(values_per_sample(batch.inputs)),
@@ -289,14 +294,32 @@ class RunBuilder:
             feed.check_labels(Classes(width, ignored=None), "training")
         feed.mixing = Mixing(augmentation.mixup, augmentation.cutmix, self.settings.seed, width)
 
-    def _choose_executor(self, template: nn.Module, update: TorchUpdate, feed: Feed, loss: Loss) -> list[str]:
+    def _independent(self, learner: int) -> nn.Module:
+        """Return the model that an independent learner after the first begins with."""
+        seed = counter_seed(self.settings.seed, "initialisation", 0, learner)
+        return seeded_model(self._make_model, seed, self.init_from)
+
+    def _shares_base(self, template: nn.Module) -> bool:
+        """Return whether all learners have the same frozen parameters: independent ones may begin with others."""
+        frozen = frozen_parameters(template)
+        if self.rule.has_central_model or self.settings.num_learners == 1 or not frozen:
+            return True
+        if not only_reads(template):
+            return False
+        learners = range(1, self.settings.first_learners)
+        others = (dict(self._independent(learner).named_parameters()) for learner in learners)
+        return all(torch.equal(own.cpu(), other[name].cpu()) for other in others for name, own in frozen.items())
+
+    def _choose_executor(
+        self, template: nn.Module, update: TorchUpdate, feed: Feed, loss: Loss, shares_base: bool
+    ) -> list[str]:
         """Take the executor that the first rank chooses. Returns its messages."""
         notes: list[str] = []
 
         def chosen() -> str:
             self.choices, found = choose_executor(
                 template, self.settings, self.choices, update, feed, loss, self.announce, self.ranks.num_ranks,
-                self.executor_cache,
+                self.executor_cache, shares_base,
             )  # fmt: skip
             notes.extend(found)
             return self.choices.executor
@@ -312,13 +335,13 @@ class RunBuilder:
         self.choices = dataclasses.replace(self.choices, executor=executor)
         return notes
 
-    def _bank(self, template: nn.Module, num_samples: int) -> tuple[ReplicaBank, AverageEMA | None]:
+    def _bank(self, template: nn.Module, num_samples: int, shares_base: bool) -> tuple[ReplicaBank, AverageEMA | None]:
         settings, choices, rule, ranks = self.settings, self.choices, self.rule, self.ranks
         try:
             bank = new_bank(
                 template, settings.first_learners, choices.executor, settings, choices, self.optimizer,
                 num_devices=ranks.num_ranks, device_index=ranks.rank, has_velocity=rule.has_velocity,
-                gradient_mean=rule.gradient_mean,
+                gradient_mean=rule.gradient_mean, shares_base=shares_base,
             )  # fmt: skip
             return bank, None if rule.average_ema is None else AverageEMA(bank, rule.average_ema * num_samples)
         except (RuntimeError, MemoryError) as error:  # torch raises these when memory runs out, on CUDA too

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import SGD, Member, folds, train_many
+from crossbow_py import SGD, AdamW, LoRA, Member, folds, frozen, train_many
 from crossbow_py.data.datasets import as_pair
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.engine.device.host import keep_freed_memory
+from crossbow_py.models import MODELS
 from crossbow_py.packs import padding
 from experiments.bench.machine import usable_cores
 
@@ -51,6 +52,7 @@ class Task:
     rate: float = 0.05
     own_order: bool = False
     most: int = 256
+    adamw: bool = False
     makes: Sequence[Callable[[], nn.Module]] = ()
 
     def make_of(self, number: int) -> Callable[[], nn.Module]:
@@ -74,6 +76,46 @@ class SeriesModel(nn.Module):
         states, _ = self.gru(x)
         out: Tensor = self.head(states[:, -1])
         return out
+
+
+class Texts(nn.Module):
+    """A BERT of 11 M parameters with adapters in it, from token ids `[B, T]` to scores of two classes."""
+
+    def __init__(self, rank: int = 8) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415  seconds
+
+        size = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # stands for weights from a file
+            base = BertForSequenceClassification(BertConfig(**size, num_labels=2))
+        lora = LoRA(lambda: base, rank=rank, targets=["query", "value"], trained=["classifier"])
+        self.bert = lora()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.bert(input_ids=ids).logits
+        return found
+
+
+def probe(inputs: int = 3, outputs: int = 10) -> nn.Module:
+    """A linear layer on the features of a ResNet-18 that is frozen."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # stands for weights from a file
+        *features, _ = MODELS["resnet18"]().build((inputs, 32, 32), outputs).children()
+    return nn.Sequential(frozen(nn.Sequential(*features)), nn.Flatten(), nn.Linear(512, outputs))
+
+
+def on_a_frozen_base(name: str, scale: int, draw: torch.Generator) -> Task:
+    """16 models that differ in their seeds, on the same batches."""
+    if name == "adapters":
+        tokens = torch.randint(5, 30_000, (240 // scale, 32), generator=draw)
+        texts = tokens, (tokens[:, 0] > 15_000).long()
+        few = tokens[:64], texts[1][:64]
+        return Task(Texts, texts, few, [np.arange(len(tokens))] * 16, nn.CrossEntropyLoss(), 2, 1, 1e-3, adamw=True)
+    images = torch.randn(1600 // scale, 3, 32, 32, generator=draw)
+    data = images, torch.randint(0, 10, (len(images),), generator=draw)
+    few = images[:64], data[1][:64]
+    return Task(probe, data, few, [np.arange(len(images))] * 16, nn.CrossEntropyLoss(), 16, 2 if scale == 1 else 1)
 
 
 def task_of(name: str, quick: bool) -> Task:
@@ -116,6 +158,8 @@ def task_of(name: str, quick: bool) -> Task:
         if name.startswith("GRU "):
             return replace(like, makes=[partial(SeriesModel, width // 2) for width in widths])
         return replace(like, makes=[partial(mlp, 20, (width, width), 2) for width in widths])
+    if name in ("adapters", "probes"):
+        return on_a_frozen_base(name, scale, draw)
     shared = task_of("halves", quick)
     everything = np.arange(len(shared.data[1]))
     if name in ("shared", "own"):  # the same models on batches that they share, or on their own
@@ -136,7 +180,8 @@ def many(task: Task) -> Figure:
     ]
     results = train_many(
         task.make, task.data, task.test, members=members, loss=task.loss, batch_size=task.batch_size,
-        max_epochs=task.epochs, optimizer=SGD(learning_rate=task.rate, momentum=0.9), precision="fp32",
+        max_epochs=task.epochs, precision="fp32",
+        optimizer=AdamW(learning_rate=task.rate) if task.adamw else SGD(learning_rate=task.rate, momentum=0.9),
         max_pack_size=task.most,
     )  # fmt: skip
     for note in results.notes:
@@ -144,13 +189,20 @@ def many(task: Task) -> Figure:
     return results.summary()["test_loss"].mean, results.images_per_s
 
 
-def one(task: Task, number: int) -> float:
-    """One model as a good engineer trains it: data gathered by index, gradients set to None, no `.item()`."""
+def one(task: Task, number: int) -> tuple[float, float, int]:
+    """One model as a good engineer trains it: data gathered by index, gradients set to None, no `.item()`.
+
+    Returns its test loss, the seconds of training, and the samples that it took.
+    """
     torch.manual_seed(number)
     ids = torch.from_numpy(task.subsets[number])
     x, y = task.data[0][ids], task.data[1][ids]
     model = task.make_of(number)()
-    optimizer = torch.optim.SGD(model.parameters(), task.rate, momentum=0.9, foreach=True)
+    trained = [own for own in model.parameters() if own.requires_grad]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, task.rate, momentum=0.9, foreach=True)
+    if task.adamw:
+        optimizer = torch.optim.AdamW(trained, task.rate, foreach=True)
+    begun, taken = time.perf_counter(), len(y) // task.batch_size * task.batch_size * task.epochs
     for _ in range(task.epochs):
         order = torch.randperm(len(y))
         for batch in torch.split(order, task.batch_size)[: len(y) // task.batch_size]:
@@ -158,15 +210,22 @@ def one(task: Task, number: int) -> float:
             loss: Any = task.loss(model(x[batch]), y[batch])
             loss.backward()
             optimizer.step()
+    seconds = time.perf_counter() - begun
+    model.eval()
     with torch.no_grad():
-        return float(task.loss(model(task.test[0]), task.test[1]))
+        return float(task.loss(model(task.test[0]), task.test[1])), seconds, taken
 
 
 def plain_loop(task: Task) -> Figure:
-    return float(np.mean([one(task, number) for number in range(len(task.subsets))])), 0.0
+    return _summed([one(task, number) for number in range(len(task.subsets))])
 
 
-def _of_process(name: str, quick: bool, number: int) -> float:
+def _summed(found: Sequence[tuple[float, float, int]], side_by_side: int = 1) -> Figure:
+    losses, seconds, taken = zip(*found, strict=True)
+    return float(np.mean(losses)), side_by_side * sum(taken) / sum(seconds)
+
+
+def _of_process(name: str, quick: bool, number: int) -> tuple[float, float, int]:
     torch.set_num_threads(1)
     if name not in _TASKS:
         _TASKS[name] = task_of(name, quick)
@@ -179,7 +238,7 @@ _TASKS: dict[str, Task] = {}
 def a_process_a_core(name: str, quick: bool, count: int) -> Figure:
     """What joblib does: a pool of processes, each with one thread and the data loaded once."""
     with ProcessPoolExecutor(usable_cores()) as pool:
-        return float(np.mean(list(pool.map(partial(_of_process, name, quick), range(count))))), 0.0
+        return _summed(list(pool.map(partial(_of_process, name, quick), range(count))), usable_cores())
 
 
 def main(name: str, side: str, *rest: str) -> None:

@@ -30,7 +30,7 @@ PLAIN, CORES, BY_WIDTH = "plain loop", "a process a core", "packs by width"
 _TOLD = ("many", PLAIN)
 _HEAD = (
     "", "first call, s", "later, s", "÷ plain loop", "÷ a process a core", "÷ packs by width", "models a minute",
-    "images/s", "test loss: many · plain", "n",
+    "images/s", "÷ images/s of the loop, of processes", "test loss: many · plain", "n",
 )  # fmt: skip
 TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tabular": ("8 folds of 4 seeds, MLP 20-64-64-2, b = 32", ("many", PLAIN, CORES)),
@@ -40,6 +40,8 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "far widths": ("the same of 64, 48 and 32 units", ("many", BY_WIDTH, PLAIN)),
     "GRU widths": ("the 16 GRUs, of 32, 28 and 24 units", ("many", BY_WIDTH, PLAIN)),
     "GRU far widths": ("the same of 32, 24 and 16 units", ("many", BY_WIDTH, PLAIN)),
+    "adapters": ("16 LoRA adapters of rank 8, BERT of 11 M, 32 tokens, b = 2", ("many", PLAIN, CORES)),
+    "probes": ("16 linear layers on one frozen ResNet-18, b = 16", ("many", PLAIN, CORES)),
     "shared": ("16 MLPs 784-64-10, the same batches", ("many",)),
     "own": ("16 MLPs 784-64-10, an order each", ("many",)),
     "32": ("32 rows, MLP 16-16-1, b = 16", ("many",)),
@@ -112,6 +114,15 @@ def seconds(result: Result, task: str, side: str) -> float | None:
     return min((median(own) for own in by_threads.values()), default=None)
 
 
+def images_per_s(runs: Sequence[Result], side: str) -> float:
+    """The median rate of training, for the plain loop with the better number of threads; 0 where it is unknown."""
+    by_threads: dict[str, list[float]] = {}
+    for run in runs:
+        if run["side"] == side and not run["first"]:
+            by_threads.setdefault(run["threads"], []).append(run["images_per_s"])
+    return max((median(own) for own in by_threads.values()), default=0.0)
+
+
 def result_text(result: Result) -> str:
     rows = []
     for task in dict.fromkeys(run["task"] for run in result["runs"]):
@@ -124,7 +135,9 @@ def result_text(result: Result) -> str:
         losses = [next((f"{run['test_loss']:.4f}" for run in own if run["side"] == side), NONE) for side in _TOLD]
         cells = [f"{first['seconds']:.1f}", f"{many:.1f}"]
         cells += [NONE if each is None else f"{each / many:.2f}" for each in ratios]
-        cells += [f"{60 * first['models'] / many:,.0f}", f"{rate:,.0f}", " · ".join(losses)]
+        others = [images_per_s(own, side) for side in (PLAIN, CORES)]
+        ratio = " · ".join(f"{rate / each:.2f}" if each else NONE for each in others)
+        cells += [f"{60 * first['models'] / many:,.0f}", f"{rate:,.0f}", ratio, " · ".join(losses)]
         rows.append([TASKS[task][0], *cells, str(sum(run["side"] == "many" and not run["first"] for run in own))])
     return markdown_table(_HEAD, rows)
 

@@ -59,7 +59,7 @@ def make_bank(model: str, num_learners: int, device: torch.device, precision: Pr
 
 
 def num_values(bank: ReplicaBank) -> int:
-    return sum(block.numel for block in bank.layout.blocks if block.kind != "frozen")
+    return bank.layout.num_values
 
 
 def gate_bytes(num_learners: int) -> int:

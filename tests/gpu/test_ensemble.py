@@ -125,7 +125,7 @@ def test_models_that_draw_are_run_by_streams_without_a_graph():
 
 def test_rows_of_a_bank_on_cuda_are_evaluated_together_as_each_alone():
     template = norm_model().double().to(CUDA)
-    bank = ReplicaBank(template, 3, device=CUDA, precision=FP64, state_names=("momentum",))
+    bank = ReplicaBank(template, 3, device=CUDA, precision=FP64, state_names=("momentum",), shares_base=False)
     for row in range(3):
         bank.load_learner(row, convolutional(row).double().to(CUDA))
     feed = make_feed(features(10, (3, 6, 6)), 1, 0, CUDA, channels_last=True, dtype=torch.float64)

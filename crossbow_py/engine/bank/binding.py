@@ -30,8 +30,8 @@ WRITES_A_COPY = (
     "precision=fp32, or make it a buffer."
 )
 WRITES_FROZEN = (
-    "the model's forward writes its frozen parameter {}, and the average model would not follow; make it a buffer "
-    "(register_buffer), or train with num_learners=1 or averaging=independent."
+    "the model's forward writes its frozen parameter {}, which all learners share; make it a buffer "
+    "(register_buffer), or train with num_learners=1."
 )
 
 
@@ -84,11 +84,11 @@ def find_rebound(module: nn.Module, bound: Mapping[str, Binding]) -> str | None:
     return None
 
 
-def find_written(module: nn.Module, bound: Mapping[str, Binding], on_a_copy: bool, averages: bool) -> str | None:
+def find_written(module: nn.Module, bound: Mapping[str, Binding], on_a_copy: bool, follows: bool) -> str | None:
     """Return a message about a parameter that forward wrote and whose new value would be lost; else None.
 
     `find_rebound` must have found nothing. Writes are lost if the module computes `on_a_copy` of the weights, and those
-    of frozen parameters if learners follow an average model (`averages`).
+    of frozen parameters if learners follow an average model or share them (`follows`).
     """
     full = full_precision_parameters(module) if on_a_copy else set()
     for name, parameter in module.named_parameters():
@@ -96,6 +96,6 @@ def find_written(module: nn.Module, bound: Mapping[str, Binding], on_a_copy: boo
             continue
         if on_a_copy and name not in full:
             return WRITES_A_COPY.format(name)
-        if averages and not parameter.requires_grad:
+        if follows and not parameter.requires_grad:
             return WRITES_FROZEN.format(name)
     return None

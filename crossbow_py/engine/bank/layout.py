@@ -1,6 +1,7 @@
-"""The memory layout of parameters, in one allocation of aligned blocks: matrices | decayed | undecayed | frozen.
+"""The memory layout of trained parameters, in one allocation of aligned blocks: matrices | decayed | undecayed.
 
-Those of one kind are ordered by the group of parameters that the optimizer has them in.
+Those of one kind are ordered by the group of parameters that the optimizer has them in. Frozen parameters are not
+here, but in `engine/bank/frozen_base.py`.
 
 Blocks are aligned to 128 bytes. *Matrices* are the weights that an optimizer takes as such (Muon); others have none.
 
@@ -30,9 +31,10 @@ ALIGNMENT_BYTES = 128
 ALIGNMENT_VALUES = 64  # 128 bytes of bfloat16; the same for all dtypes, so that their rows line up
 Order = Literal["blocks", "rows"]
 GroupSettings = Callable[[int, bool], Mapping[str, float]]
-Kind = Literal["matrix", "decayed", "undecayed", "frozen"]
-_ORDER: tuple[Kind, ...] = ("matrix", "decayed", "undecayed", "frozen")
-TRAINED, DECAYED = _ORDER[:3], _ORDER[:2]
+Kind = Literal["matrix", "decayed", "undecayed"]
+_ORDER: tuple[Kind, ...] = ("matrix", "decayed", "undecayed")
+DECAYED = _ORDER[:2]
+_CHECKED_AT_ONCE = 2**20  # values a chunk in `checksum`, so that their integer copies take little memory
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
@@ -80,9 +82,9 @@ class Layout:
 
     @property
     def sections(self) -> tuple[range, ...]:
-        """The blocks that are trained, in sections of one kind and group."""
-        trained = range(self.count(*TRAINED))
-        found = itertools.groupby(trained, lambda index: (self.blocks[index].kind, self.blocks[index].group))
+        """The blocks in sections of one kind and group."""
+        every = range(len(self.blocks))
+        found = itertools.groupby(every, lambda index: (self.blocks[index].kind, self.blocks[index].group))
         return tuple(range(own[0], own[-1] + 1) for own in (list(each) for _, each in found))
 
 
@@ -97,12 +99,13 @@ class Rows:
 
     Attributes:
         offsets: the offset of each block in the storage; in `blocks` its rows follow one another.
+        num_loads: how often `load` has written a row.
     """
 
     def __init__(
         self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device, order: Order = "blocks"
     ) -> None:
-        self.layout, self.num_rows, self.order = layout, rows, order
+        self.layout, self.num_rows, self.order, self.num_loads = layout, rows, order, 0
         repeat = rows if order == "blocks" else 1
         self.offsets: list[int] = []
         self._row_length = 0
@@ -123,13 +126,13 @@ class Rows:
             views = [self.storage[at : at + own.numel] for at, own in zip(starts, layout.blocks, strict=True)]
             self._rows.append(views)
         if order == "blocks":
-            self._trained = [views[: layout.count(*TRAINED)] for views in self._rows]
+            self._trained = self._rows
         else:
             length = self._row_length
             self._trained = [self._pieces(self.storage[row * length : (row + 1) * length]) for row in range(rows)]
 
     def _pieces(self, whole: Tensor) -> list[Tensor]:
-        """Return the trained values of a storage in a piece for each kind and group."""
+        """Return the values of a storage in a piece for each kind and group."""
         starts = [*self.offsets, self._row_length]
         return [whole[starts[own.start] : starts[own.stop]] for own in self.layout.sections]
 
@@ -138,7 +141,7 @@ class Rows:
         return self._rows[row]
 
     def trained(self, row: int = 0) -> list[Tensor]:
-        """Return the trained values of a row in as few vectors as the order allows.
+        """Return the values of a row in as few vectors as the order allows.
 
         The vectors of all `Rows` with one layout and order match. They may include padding, which is always zero. The
         first `num_decayed` take weight decay.
@@ -146,15 +149,14 @@ class Rows:
         return self._trained[row]
 
     def end_to_end(self) -> list[Tensor]:
-        """Return the trained values of all rows, with padding, in a piece for each kind and group."""
+        """Return the values of all rows, with padding, in a piece for each kind and group."""
         assert self.order == "blocks", "order=rows does not separate values by kind"
         return self._pieces(self.storage)
 
     def whole(self) -> Tensor:
-        """Return the trained values of a flat vector (one row), with padding, as one view."""
+        """Return the values of a flat vector (one row), with padding, as one view."""
         assert self.num_rows == 1, "only a single row is contiguous in either order"
-        num_trained = self.layout.count(*TRAINED)
-        return self.storage[: [*self.offsets, self._row_length][num_trained]]
+        return self.storage
 
     @property
     def num_decayed(self) -> int:
@@ -176,7 +178,7 @@ class Rows:
         """The first block of each vector of `trained`."""
         blocks = self.layout.blocks
         if self.order == "blocks":
-            return list(blocks[: self.layout.count(*TRAINED)])
+            return list(blocks)
         return [blocks[own.start] for own in self.layout.sections]
 
     def _num_vectors(self, *kinds: Kind) -> int:
@@ -223,6 +225,7 @@ class Rows:
 
         Raises ValueError for a tensor of another shape.
         """
+        self.num_loads += 1
         for name, view in self.shaped(row).items():
             if values[name].shape != view.shape:
                 raise ValueError(f"{name} is of the shape {list(values[name].shape)} instead of {list(view.shape)}")
@@ -230,11 +233,13 @@ class Rows:
 
     def copy_row(self, row: int, source: Rows, source_row: int = 0) -> None:
         """Copy a row of another `Rows` with the same layout."""
-        torch._foreach_copy_(self.flat(row), source.flat(source_row))
+        if self.layout.blocks:
+            torch._foreach_copy_(self.flat(row), source.flat(source_row))
 
     def zero_row(self, row: int) -> None:
         """Set a row to zero."""
-        torch._foreach_zero_(self.flat(row))
+        if self.layout.blocks:
+            torch._foreach_zero_(self.flat(row))
 
 
 @dataclass(frozen=True)
@@ -302,15 +307,13 @@ class TrainedRow:
 def parameter_layout(
     module: nn.Module, channels_last: bool, matrices: Collection[str] = (), groups: Mapping[str, int] | None = None
 ) -> Layout:
-    """Return the layout of a module's parameters; tied ones are stored once, under their first name.
+    """Return the layout of a module's trained parameters; tied ones are stored once, under their first name.
 
     `matrices` are the names of those that the optimizer takes as matrices, and `groups` the groups of those in one.
     """
     norms, groups = norm_parameters(module), groups or {}
 
     def kind(name: str, parameter: nn.Parameter) -> Kind:
-        if not parameter.requires_grad:
-            return "frozen"
         if name in matrices:
             return "matrix"
         return "undecayed" if parameter.ndim < 2 or id(parameter) in norms else "decayed"
@@ -319,6 +322,7 @@ def parameter_layout(
     blocks = [
         Block(name, tuple(p.shape), p.numel(), kind(name, p), 3 if id(p) in stacked else 1, groups.get(name, 0))
         for name, p in module.named_parameters()
+        if p.requires_grad
     ]
     return Layout(tuple(sorted(blocks, key=lambda block: (_ORDER.index(block.kind), block.group))), channels_last)
 
@@ -331,7 +335,9 @@ def norm_parameters(module: nn.Module) -> set[int]:
 def buffer_layout(module: nn.Module) -> Layout:
     """Return the layout of a module's floating-point buffers, such as BatchNorm's running statistics."""
     blocks: Sequence[Block] = [
-        Block(name, tuple(b.shape), b.numel(), "frozen") for name, b in module.named_buffers() if b.is_floating_point()
+        Block(name, tuple(b.shape), b.numel(), "undecayed")
+        for name, b in module.named_buffers()
+        if b.is_floating_point()
     ]
     return Layout(tuple(blocks), channels_last=False)
 
@@ -367,3 +373,14 @@ def norm(vectors: Sequence[Tensor]) -> float:
     """Return the norm of all values of some vectors, summed in float64. Host–device synchronisation on CUDA."""
     norms = torch._foreach_norm(list(vectors))
     return float(torch.stack(norms).double().square().sum().sqrt())
+
+
+def checksum(values: Tensor) -> int:
+    """Return 52 bits that almost surely change when any bit of `values` [n] does. Host–device synchronisation."""
+    # A float64 is two words: a 64-bit word times its index would lose the upper bits.
+    words, total = values.view(torch.int32), 0
+    for first in range(0, len(words), _CHECKED_AT_ONCE):
+        bits = words[first : first + _CHECKED_AT_ONCE].to(torch.int64)
+        factors = torch.arange(first, first + len(bits), device=bits.device) * 2 + 1
+        total += int((bits * factors).sum())  # wraps around, in the same way everywhere
+    return total % 2**52

@@ -19,28 +19,28 @@ from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.core.errors import UserError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.binding import bind, bindings_of, find_rebound, find_written
+from crossbow_py.engine.bank.frozen_base import FrozenBase
 from crossbow_py.engine.bank.layout import (
-    TRAINED,
     Block,
     Order,
     Rows,
     TrainedRow,
     add_present,
     buffer_layout,
+    checksum,
     clone_all,
     copy_present,
     norm,
     parameter_layout,
 )
 from crossbow_py.engine.bank.row_optimizer import RowOptimizer
+from crossbow_py.engine.bank.saved import Add, mean_buffers, num_saved, saved_base
 from crossbow_py.engine.modules.dropout import replace_dropout
 from crossbow_py.engine.modules.precision import Precision
 
-Add = Callable[[Tensor], None]  # sums a vector over devices in place
 MakeRowOptimizer = Callable[[Sequence[Block], Mapping[str, Tensor], Mapping[str, Tensor]], RowOptimizer | None]
 CENTRAL = ("z", "z_prev", "velocity")  # keys of `state_dict()` that belong to no learner; not all rules have the last
 _COUNTER = "num_batches_tracked"
-_CHECKED_AT_ONCE = 2**20  # values a chunk in `checksum`, so that their integer copies take little memory
 
 
 class ReplicaBank:
@@ -64,8 +64,11 @@ class ReplicaBank:
         matrices: the names of the parameters that the optimizer takes as matrices.
         groups: the optimizer's groups of parameters, for those in one.
         row_optimizer: makes what steps a row from its blocks, weights and gradients, if that keeps its own state.
+        shares_base: whether frozen parameters are the same for all learners, and held once.
+        base: those of another bank, to share with it.
 
     Attributes:
+        base: frozen parameters, which are in none of the `Rows`.
         weights, gradients, corrections, state: `Rows [capacity, P]`; the optimizer's state by name.
         buffers: floating-point buffers, `Rows [capacity, buffer values]`.
         z, z_prev, total: `Rows [1, P]`: the average model, the one before it, and the sum of the last corrections.
@@ -98,6 +101,8 @@ class ReplicaBank:
         matrices: Collection[str] = (),
         groups: Mapping[str, int] | None = None,
         row_optimizer: MakeRowOptimizer | None = None,
+        shares_base: bool = True,
+        base: FrozenBase | None = None,
     ) -> None:
         self.device, self.precision, self.state_names = device, precision, state_names
         self._row_optimizer = row_optimizer
@@ -106,7 +111,8 @@ class ReplicaBank:
         self.layout = parameter_layout(template, channels_last, matrices, groups)
         self.buffer_layout = buffer_layout(template)
         self.order: Order = order or ("rows" if device.type == "cpu" else "blocks")
-        self.num_trained = self.layout.count(*TRAINED)
+        rows = None if shares_base else max(capacity or num_learners, num_learners)
+        self.base = base or FrozenBase(template, rows, precision, device, channels_last)
         self.num_learners, self._training, self._gradient_mean = num_learners, training, gradient_mean
         self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3)) if training else [self._rows(1)] * 3
         self.velocity = self._rows(1) if has_velocity else None
@@ -122,6 +128,18 @@ class ReplicaBank:
     def is_single(self) -> bool:
         """Return whether there is one learner on one device: plain SGD, where z is w."""
         return self.num_learners * self.num_devices == 1
+
+    @property
+    def num_values(self) -> int:
+        """The number of values of one replica, trained or frozen."""
+        return self.layout.num_values + self.base.num_values
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """The shapes of parameters and floating-point buffers, by name."""
+        blocks = [*self.layout.blocks, *self.buffer_layout.blocks]
+        frozen = {name: list(own.shape) for name, own in self.base.master(0).items()}
+        return {**{block.name: list(block.shape) for block in blocks}, **frozen}
 
     @property
     def replicas_identical(self) -> bool:
@@ -157,6 +175,8 @@ class ReplicaBank:
         self.gradients, self.corrections = self._rows(trained), self._rows(trained)
         self.state = {name: self._rows(trained) for name in self.state_names}
         self.buffers = Rows(self.buffer_layout, capacity, self.precision.master, self.device)
+        if not self.base.is_shared:
+            self.base = FrozenBase(self.template, capacity, self.precision, self.device, self.layout.channels_last)
         self.shadow = self.weights
         if self.precision.has_shadow:
             self.shadow = Rows(self.layout, capacity, self.precision.compute, self.device, self.order)
@@ -171,9 +191,9 @@ class ReplicaBank:
         self._bound = [bindings_of(module) for module in self._modules]
         # What autograd differentiates, in layout order: `torch.autograd.grad` needs the very Parameter objects.
         named = [dict(module.named_parameters()) for module in self._modules]
-        self._trained = [[own[name] for name in self.layout.names[: self.num_trained]] for own in named]
-        self._gradient_views = [list(self.gradients.shaped(j).values())[: self.num_trained] for j in range(trained)]
-        blocks = self.layout.blocks[: self.num_trained]
+        self._trained = [[own[name] for name in self.layout.names] for own in named]
+        self._gradient_views = [list(self.gradients.shaped(j).values()) for j in range(trained)]
+        blocks = self.layout.blocks
         make, views = self._row_optimizer, [(self.weights.shaped(j), self.gradients.shaped(j)) for j in range(trained)]
         self.optimizers = [own for pair in views if make is not None and (own := make(blocks, *pair)) is not None]
         self._trained_rows = [
@@ -202,7 +222,8 @@ class ReplicaBank:
         module = copy.deepcopy(self.template, dict(bound))
         self.has_dropout = replace_dropout(module, self.generators[learner])
         counters = {name: self.counters[learner, index] for index, name in enumerate(self.counter_names)}
-        master, shadow = self.weights.shaped(learner), self.shadow.shaped(learner)
+        base = self.base.row(learner)
+        master, shadow = {**self.weights.shaped(learner), **base}, {**self.shadow.shaped(learner), **base}
         bind(module, master, shadow, {**self.buffers.shaped(learner), **counters})
         return module.train(self._training)
 
@@ -211,9 +232,10 @@ class ReplicaBank:
 
         Raises UserError if a forward replaced a parameter or buffer, or wrote where it is lost; see `find_written`.
         """
+        follows = averages or (self.base.is_shared and self.num_learners > 1)
         for learner in range(self.num_learners):
             module, bound = self._modules[learner], self._bound[learner]
-            found = find_rebound(module, bound) or find_written(module, bound, self.precision.has_shadow, averages)
+            found = find_rebound(module, bound) or find_written(module, bound, self.precision.has_shadow, follows)
             if found is not None:
                 raise UserError(found)
 
@@ -242,7 +264,7 @@ class ReplicaBank:
         learners = range(self.num_learners) if learners is None else learners
         if learners not in self._stacked_gradients:
             views = list(self.gradients.stacked(len(learners), learners.start).values())
-            self._stacked_gradients[learners] = views[: self.num_trained]
+            self._stacked_gradients[learners] = views
         return self._stacked_gradients[learners]
 
     def trained_row(self, learner: int) -> TrainedRow:
@@ -268,8 +290,14 @@ class ReplicaBank:
 
     def load_learner(self, learner: int, module: nn.Module) -> None:
         """Copy the weights and buffers of a module to a learner."""
-        self.weights.load(learner, dict(module.named_parameters()))
-        self.buffers.load(learner, dict(module.named_buffers()))
+        self.load_values(learner, {**dict(module.named_parameters()), **dict(module.named_buffers())})
+
+    @torch.no_grad()
+    def load_values(self, learner: int, values: Mapping[str, Tensor]) -> None:
+        """Copy weights and floating-point buffers by name to a learner; raises ValueError, see `FrozenBase.load`."""
+        self.weights.load(learner, values)
+        self.buffers.load(learner, values)
+        self.base.load(learner, values)
         self.refresh_shadow(learner)
 
     def reset_learner(self, learner: int) -> None:
@@ -384,7 +412,7 @@ class ReplicaBank:
         """
         chosen = list(range(self.num_learners) if learners is None else learners)
         stacked = {name: rows[chosen] for name, rows in self.buffers.stacked(self.num_learners).items()}
-        return _mean_buffers(stacked, add)
+        return mean_buffers(stacked, add)
 
     def central_state(self, excluded: Sequence[int] = (), add: Add | None = None) -> dict[str, Tensor]:
         """Return the average model as a module's state dict, with tied parameters once; with K = 1, the learner.
@@ -394,22 +422,29 @@ class ReplicaBank:
         if self.is_single:
             return self.learner_state(0)
         counted = [learner for learner in range(self.num_learners) if learner not in excluded]
-        return {**self._integer_buffers(0), **self.z.shaped(), **self.central_buffers(counted, add)}
+        weights = {**self.z.shaped(), **self.base.master(0)}
+        return {**self.integer_buffers(0), **weights, **self.central_buffers(counted, add)}
 
     def learner_state(self, learner: int) -> dict[str, Tensor]:
         """Return a learner's model as a module's state dict of views of its row."""
-        return {**self._integer_buffers(learner), **self.weights.shaped(learner), **self.buffers.shaped(learner)}
+        weights = {**self.weights.shaped(learner), **self.base.master(learner)}
+        return {**self.integer_buffers(learner), **weights, **self.buffers.shaped(learner)}
 
-    def _integer_buffers(self, learner: int) -> dict[str, Tensor]:
+    def integer_buffers(self, learner: int) -> dict[str, Tensor]:
+        """Return a learner's buffers that are not floating-point, by name."""
         named = self._modules[learner].named_buffers()
         return {name: buffer for name, buffer in named if not buffer.is_floating_point()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the active rows, `[K, *shape]` by name: independent of capacity and alignment."""
+        """Return the active rows, `[K, *shape]` by name: independent of capacity and alignment.
+
+        Frozen parameters that all learners share are one row.
+        """
         rows = self._active_rows()
         return {
             "num_learners": self.num_learners,
             "weights": clone_all(rows["weights"]),
+            "frozen": clone_all(rows["frozen"]),
             "state": {name: clone_all(stacked) for name, stacked in rows["state"].items()},
             "buffers": clone_all(rows["buffers"]),
             "integer_buffers": [clone_all(buffers) for buffers in rows["integer_buffers"]],
@@ -425,9 +460,10 @@ class ReplicaBank:
         k = self.num_learners
         return {
             "weights": self.weights.stacked(k),
+            "frozen": self.base.masters(k),
             "state": {name: rows.stacked(k) for name, rows in self.state.items()},
             "buffers": self.buffers.stacked(k),
-            "integer_buffers": [self._integer_buffers(j) for j in range(k)],
+            "integer_buffers": [self.integer_buffers(j) for j in range(k)],
             "step_counts": self.step_counts[:k],
             "optimizers": [own.state() for own in self.optimizers[:k]],
         }
@@ -440,11 +476,13 @@ class ReplicaBank:
         self._load_rows(saved)
 
     def load_central(self, saved: Mapping[str, Any]) -> None:
-        """Restore only z, z_prev and the velocity of a `state_dict()`."""
+        """Restore only z, z_prev and the velocity of a `state_dict()`, and what all learners share."""
         self.z.load(0, saved["z"])
         self.z_prev.load(0, saved["z_prev"])
         if self.velocity is not None:
             self.velocity.load(0, saved["velocity"])
+        if self.base.is_shared:
+            self.base.replace(saved_base(saved, 0))
 
     def _load_rows(self, saved: Mapping[str, Any]) -> None:
         for row in range(self.num_learners):
@@ -455,6 +493,7 @@ class ReplicaBank:
         states = [(rows, saved["state"][name]) for name, rows in self.state.items()]
         for rows, values in [(self.weights, saved["weights"]), (self.buffers, saved["buffers"]), *states]:
             rows.load(row, {name: value[saved_row] for name, value in values.items()})
+        self.base.load(row, saved_base(saved, saved_row))
         self._load_counters(row, saved, saved_row)
         if self.optimizers:
             self.optimizers[row].load(saved["optimizers"][saved_row])
@@ -468,7 +507,7 @@ class ReplicaBank:
         self._load_counters(row, saved, saved_row)
 
     def _load_counters(self, row: int, saved: Mapping[str, Any], saved_row: int) -> None:
-        for name, buffer in self._integer_buffers(row).items():
+        for name, buffer in self.integer_buffers(row).items():
             buffer.copy_(saved["integer_buffers"][saved_row][name])
 
     @torch.no_grad()
@@ -535,63 +574,3 @@ class ReplicaBank:
     def z_checksum(self) -> int:
         """Return the `checksum` of z. Host–device synchronisation."""
         return checksum(self.z.storage)
-
-
-def mean_weights(saved: Sequence[Mapping[str, Any]], nonfinite: Sequence[Collection[int]]) -> dict[str, Tensor]:
-    """Return the mean weights of the learners in several banks' `state_dict()`, without each bank's non-finite ones."""
-    rows = [[row for row in range(num_saved(one)) if row not in bad] for one, bad in zip(saved, nonfinite, strict=True)]
-    return {
-        name: torch.cat([one["weights"][name][own] for one, own in zip(saved, rows, strict=True)]).mean(0)
-        for name in saved[0]["weights"]
-    }
-
-
-def num_saved(saved: Mapping[str, Any]) -> int:
-    """Return the number of learners in a bank's `state_dict()`. Raises ValueError when it is not one."""
-    number, counts = saved["num_learners"], saved["step_counts"]
-    if not number or len(counts) != number or any(type(count) is not int for count in counts):
-        raise ValueError(f"{number!r} learners with the step counts {counts!r}")
-    return len(counts)
-
-
-def checksum(values: Tensor) -> int:
-    """Return 52 bits that almost surely change when any bit of `values` [n] does. Host–device synchronisation."""
-    # A float64 is two words: a 64-bit word times its index would lose the upper bits.
-    words, total = values.view(torch.int32), 0
-    for first in range(0, len(words), _CHECKED_AT_ONCE):
-        bits = words[first : first + _CHECKED_AT_ONCE].to(torch.int64)
-        factors = torch.arange(first, first + len(bits), device=bits.device) * 2 + 1
-        total += int((bits * factors).sum())  # wraps around, in the same way everywhere
-    return total % 2**52
-
-
-def _mean_buffers(stacked: Mapping[str, Tensor], add: Add | None) -> dict[str, Tensor]:
-    """Return means over rows `[K, *shape]`, see `ReplicaBank.central_buffers`."""
-    means_of = {name: name.removesuffix("running_var") + "running_mean" for name in stacked}
-    paired = {name: mean for name, mean in means_of.items() if name.endswith("running_var") and mean in stacked}
-    if add is not None:
-        return _mean_buffers_over_devices(stacked, paired, add)
-    # In float64 the mean of equal values is that value, even of the largest there are.
-    means = {name: rows.mean(0, dtype=torch.float64).to(rows) for name, rows in stacked.items()}
-    for name, mean in paired.items():
-        means[name] = means[name] + stacked[mean].var(0, correction=0)
-    return means
-
-
-def _mean_buffers_over_devices(stacked: Mapping[str, Tensor], paired: Mapping[str, str], add: Add) -> dict[str, Tensor]:
-    """Return means over all devices' rows, summed in float64. `paired` maps variances to their means."""
-    first = next(iter(stacked.values()), None)
-    if first is None:
-        return {}
-    sums = {name: rows.double().sum(0) for name, rows in stacked.items()}
-    squares = {name: stacked[mean].double().square().sum(0) for name, mean in paired.items()}
-    count = torch.full((1,), float(len(first)), dtype=torch.float64, device=first.device)
-    terms = [count, *sums.values(), *squares.values()]
-    flat = torch.cat([term.flatten() for term in terms]).cpu()  # host–device synchronisation on CUDA
-    add(flat)
-    total, *added = torch.split(flat, [term.numel() for term in terms])
-    means = dict(zip(sums, (values / total for values in added), strict=False))
-    of_squares = dict(zip(squares, (values / total for values in added[len(sums) :]), strict=True))
-    for name, mean in paired.items():
-        means[name] = means[name] + (of_squares[name] - means[mean].square()).clamp(min=0)
-    return {name: means[name].view(rows.shape[1:]).to(rows) for name, rows in stacked.items()}

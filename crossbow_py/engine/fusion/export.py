@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from crossbow_py.core.host_randomness import host_state, kept_host_state
 from crossbow_py.core.trees import Tree, batch_key, call, leaves
+from crossbow_py.engine.bank.frozen_base import frozen_parameters
 from crossbow_py.engine.fusion.regions import GradModes, cast_once, inline_blocks, is_followed
 from crossbow_py.engine.fusion.rules.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
@@ -67,7 +68,10 @@ def _export(
     template: nn.Module, example: Tree, precision: Precision, training: bool, part: Part
 ) -> torch.export.ExportedProgram:
     _import_tracer()
-    module = cast_module(copy.deepcopy(template), precision).train(training)
+    # The program keeps the module's parameters, of which it writes none.
+    frozen = [own for own in frozen_parameters(template).values() if type(own) is nn.Parameter]
+    memo: dict[int, Any] = {id(own): nn.Parameter(own.data, requires_grad=False) for own in frozen}
+    module = cast_module(copy.deepcopy(template, memo), precision).train(training)
     called = module if isinstance(example, Tensor) else _Called(module, example, part)
     try:
         with _quiet(), kept_host_state(), preserve_node_meta(), GradModes():

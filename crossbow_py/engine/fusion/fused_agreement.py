@@ -66,6 +66,7 @@ class Comparison:
     channels_last: bool
     shared: bool
     accumulate: int = 1
+    shares_base: bool = True
 
     @property
     def example(self) -> Tree:
@@ -82,7 +83,7 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
     bank = tasks.bank
     compared = Comparison(
         bank.template, tasks.feed, tasks.loss, bank.precision, bank.layout.channels_last, _shares_batches(tasks),
-        tasks.accumulate,
+        tasks.accumulate, bank.base.is_shared,
     )  # fmt: skip
     require_agreement(compared)
     try:
@@ -120,7 +121,7 @@ class _Passes:
 
     def __init__(self, tasks: RoundTasks) -> None:
         self.tasks, self.bank = tasks, tasks.bank
-        self.names = self.bank.layout.names[: self.bank.num_trained]
+        self.names = self.bank.layout.names
 
     def seed(self) -> None:
         for learner in range(self.bank.num_learners):
@@ -228,7 +229,7 @@ def trusted_outputs(
         with compare.kept_buffers(module), kept_generators(bank.device):
             return compare.outputs_by_name(part(call(module, map_tree(torch.clone, inputs))))
 
-    key = batch_key(inputs), bank.precision.name, part
+    key = batch_key(inputs), bank.precision.name, part, bank.base.is_shared
     once("fused outputs", key, check, bank.template)  # passes alone: weights, of which there are others, decide too
     return graph
 
@@ -249,7 +250,10 @@ def require_agreement(compared: Comparison, kernels: bool = False) -> None:
         require_agreement(compared)
     example = compared.example
     part = part_for(compared.loss)
-    key = batch_key(example), compared.precision.name, compared.channels_last, compared.shared, kernels, part
+    key = (
+        batch_key(example), compared.precision.name, compared.channels_last, compared.shared, kernels, part,
+        compared.shares_base,
+    )  # fmt: skip
 
     def check() -> None:
         with kept_generators(leaves(example)[0].device):
@@ -319,6 +323,7 @@ class _Pair(_Passes):
             template, len(_LEARNERS), device=next(template.parameters()).device, precision=compared.precision,
             state_names=(), channels_last=compared.channels_last, order="blocks",
             training=kernels,  # which write gradients to rows
+            shares_base=compared.shares_base,
         )  # fmt: skip
         for learner in _LEARNERS:
             bank.module(learner).train()

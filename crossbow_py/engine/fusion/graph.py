@@ -40,6 +40,7 @@ from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.losses import Part, scores_of
 
 _RULE_MODULES = (draws, elementwise, layers, recurrent)  # imported for the rules they register
+_NORMS = ("batch_norm", "instance_norm")
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 
 
@@ -106,6 +107,7 @@ class FusedGraph:
         self._written = {node.args[0] for node, write in writes.items() if write.must_write}
         self.trained, self._others = self._bind()
         self._counting = self._find_counters(writes)
+        self._watch_buffers()
         refusal = serves("layers", bank.device, bank.precision.compute) if kernels else None
         self.notes = [refusal] if refusal else []
         serve = kernels and not refusal and bank.layout.channels_last  # kernels take filters in that order
@@ -133,6 +135,32 @@ class FusedGraph:
         names = {node: self._sources[node.name][1] for node in self._inputs}
         found = {node: names[own] for node in writes if (own := _counted(node)) in names}
         return set(found) if sorted(found.values()) == sorted(self._bank.counter_names) else set()
+
+    def _watch_buffers(self) -> None:
+        """Find the buffers that may be read as one for all learners, see `_share_buffers`."""
+        self._read_only, self._shared_buffers = self._find_read_only(), dict[str, Fused]()
+        modules = [dict(self._bank.module(learner).named_buffers()) for learner in self._learners]
+        self._watched = [own[name] for own in modules for name in self._read_only]
+        self._seen: object = None
+
+    def _find_read_only(self) -> list[str]:
+        """Return the buffers that the graph reads and never writes, if there is a base to compute once with them."""
+        if not self._bank.base or not self._bank.base.is_shared or self._num_learners == 1:
+            return []
+        written = self._written | {node.args[0] for node in self._counting} | self._moved_statistics()
+        read = {self._sources[node.name][1] for node in self._inputs if node.users}
+        kept = {self._sources[node.name][1] for node in self._inputs if node in written}
+        return [name for name, own in self._others.items() if name in read - kept and self._is_of_rows(own)]
+
+    def _moved_statistics(self) -> set[Any]:
+        """Return the running statistics that normalisation moves, which its operators do not declare as written."""
+        norms = [user for node in self._inputs for user in node.users if user.op == "call_function"]
+        moving = [node for node in norms if base_name(node.target) in _NORMS and _moves_statistics(node)]
+        return {own for node in moving for own in node.all_input_nodes}
+
+    @staticmethod
+    def _is_of_rows(value: Fused | PerLearner) -> bool:
+        return isinstance(value, PerLearner) or value.layout is Layout.STACK
 
     def _add_units(self, units: list[Unit]) -> None:
         """Have the step of each unit's last node run the unit."""
@@ -190,28 +218,27 @@ class FusedGraph:
             for rows in (bank.weights, bank.shadow, bank.buffers)
         )
         own = dict(bank.module(0).named_parameters())
-        trained: dict[str, Tensor] = {}
-        others: dict[str, Fused | PerLearner] = {}
-        for name in bank.layout.names:
-            rows = master[name] if own[name].dtype == bank.precision.master else shadow[name]
-            if own[name].requires_grad:
-                trained[name] = rows.requires_grad_(self._training)
-            else:
-                others[name] = Fused(rows, Layout.STACK)
-        ordered = {name: trained[name] for name in bank.layout.names[: bank.num_trained]}
+        trained = {
+            name: (master[name] if own[name].dtype == bank.precision.master else shadow[name]).requires_grad_(
+                self._training
+            )
+            for name in bank.layout.names
+        }
+        layout = Layout.SHARED if bank.base.is_shared else Layout.STACK
+        frozen = bank.base.stacked(*own_rows)
+        others: dict[str, Fused | PerLearner] = {name: Fused(rows.data, layout) for name, rows in frozen.items()}
         others |= {name: Fused(rows, Layout.STACK) for name, rows in buffers.items()}
         integers = [dict(bank.module(learner).named_buffers()) for learner in self._learners]
         names = [name for name, buffer in integers[0].items() if not buffer.is_floating_point()]
         others |= {name: PerLearner([each[name] for each in integers]) for name in names}
-        return ordered, others
+        return trained, others
 
     def run(self, inputs: Tree, shared: bool) -> Tree:
         """Return outputs `[K, B, ...]` of inputs `[K, B, ...]`, or of inputs `[B, ...]` that all learners share."""
-        if shared is not self._shared:  # the choice of rules depends on it
+        if shared is not self._shared:
             self._shared = shared
-            self.looped.clear()
-            for step in self._steps:
-                step.settled = False
+            self._choose_anew()
+        self._share_buffers()
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
             given = leaves(inputs)
             values: dict[Node, Any] = {node: self._leaf(node, given, shared) for node in self._inputs if node.users}
@@ -220,6 +247,30 @@ class FusedGraph:
             if self._counting:
                 self._bank.counters[self._learners.start : self._learners.stop].add_(1)
             return self._outputs.tree.unflatten([self._returned(value, values) for value in self._outputs.values])
+
+    def _choose_anew(self) -> None:
+        """Have rules chosen again, which depend on what learners share."""
+        self.looped.clear()
+        for step in self._steps:
+            step.settled = False
+
+    def _share_buffers(self) -> None:
+        """Take buffers that the graph only reads as one for all learners, as far as they are equal: they follow a base.
+
+        Looks only if some have been written since the last run: it makes the host wait for the device.
+        """
+        state = self._bank.buffers.num_loads, sum(own._version for own in self._watched)
+        if state == self._seen or not self._read_only:
+            return
+        self._seen, found = state, dict[str, Fused]()
+        for name in self._read_only:
+            value = self._others[name]
+            rows = value.tensors if isinstance(value, PerLearner) else value.tensor.unbind()
+            if all(torch.equal(rows[0].nan_to_num(), own.nan_to_num()) for own in rows[1:]):
+                found[name] = Fused(rows[0], Layout.SHARED)
+        if found.keys() != self._shared_buffers.keys():
+            self._choose_anew()
+        self._shared_buffers = found
 
     def _returned(self, value: Any, values: Mapping[Node, Any]) -> Any:
         return stack(_resolve(value, values), self._num_learners) if isinstance(value, Node) else value
@@ -243,7 +294,7 @@ class FusedGraph:
             return Fused(self._constants[name], Layout.SHARED)
         if name in self.trained:
             return Fused(self.trained[name], Layout.STACK)
-        value = self._others[name]
+        value = self._shared_buffers.get(name) or self._others[name]
         if isinstance(value, PerLearner) and node not in self._written:
             return Fused(torch.stack(value.tensors), Layout.STACK)  # a few integers, such as a mask or indices
         return value
@@ -281,6 +332,13 @@ def _counted(node: Node) -> Node | None:
     adds = base_name(node.target) == "add" and node.args[1:] == (1,) and not node.kwargs  # type: ignore[arg-type]
     alone = isinstance(own, Node) and len(own.users) == 1 and not node.users
     return own if adds and alone and isinstance(own, Node) else None
+
+
+def _moves_statistics(node: Node) -> bool:
+    """Return whether a normalisation by batch is by the batch's own statistics."""
+    by_batch = {argument.name: index for index, argument in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
+    place = by_batch.get("training", by_batch.get("use_input_stats"))
+    return place is None or bool(node.args[place])
 
 
 def _is_assertion(node: Node) -> bool:

@@ -143,13 +143,14 @@ def standardizing(
 ) -> Callable[[], nn.Module]:
     """Return a function that makes the models of `make_model`, standardized if they are not.
 
-    Unless the user `asked` for it, not those that have buffers of these names, which may do it themselves.
+    Unless the user `asked` for it, not those that have buffers of these names, which may do it themselves, and those
+    with adapters of PEFT, which would be saved without it.
     """
 
     def make() -> nn.Module:
         module = make_model()
         is_done = not isinstance(module, nn.Module) or is_standardized(module)
-        is_done = is_done or (not asked and any(hasattr(module, name) for name in NAMES))
+        is_done = is_done or (not asked and any(hasattr(module, name) for name in (*NAMES, "peft_config")))
         return module if is_done else standardized(module, mean, std)
 
     return make if callable(make_model) else make_model

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import AveragingRule
 from crossbow_py.core.trees import Tree, leaves, map_tree
+from crossbow_py.engine.bank.frozen_base import frozen_parameters
 from crossbow_py.engine.bank.layout import ALIGNMENT_VALUES, Order, buffer_layout, parameter_layout
 from crossbow_py.engine.modules.losses import Loss
-from crossbow_py.engine.modules.precision import Precision
+from crossbow_py.engine.modules.precision import Precision, full_precision_parameters
 from crossbow_py.engine.update.optimizers import Optimizer
 
 MIB, GIB = 2**20, 2**30
@@ -123,7 +124,7 @@ class ModelSizes:
     """The sizes that follow from a model's shapes.
 
     Attributes:
-        parameters, buffers: the number of values of each parameter, and of each floating-point buffer.
+        parameters, buffers: the number of values of each trained parameter, and of each floating-point buffer.
         counter_bytes: the bytes of other buffers.
         num_states: the number of rows of optimizer state.
         master_bytes, compute_bytes: the bytes of a value in rows and in a pass.
@@ -131,6 +132,9 @@ class ModelSizes:
         has_velocity, has_ema: whether there is a velocity of z, and an EMA of z and its buffers.
         shows_mean: whether the learners' mean is evaluated instead of z.
         matrices: rows and columns of the parameters that the optimizer takes as matrices.
+        num_frozen: the number of values of frozen parameters.
+        num_frozen_copies: of these, how many are also there in compute precision.
+        shares_base: whether all learners share these.
     """
 
     parameters: tuple[int, ...]
@@ -144,14 +148,25 @@ class ModelSizes:
     has_ema: bool = False
     shows_mean: bool = False
     matrices: tuple[tuple[int, int], ...] = ()
+    num_frozen: int = 0
+    num_frozen_copies: int = 0
+    shares_base: bool = True
 
     @property
     def num_values(self) -> int:
-        """P, the number of values of all parameters."""
+        """P, the number of values of all trained parameters."""
         return sum(self.parameters)
 
+    def base_bytes(self, num_learners: int) -> int:
+        """Return the bytes of frozen parameters, in master precision and, if it is another, in that of passes."""
+        one = self.num_frozen * self.master_bytes + self.num_frozen_copies * self.compute_bytes
+        return one if self.shares_base else num_learners * one
+
     def bank_bytes(self, num_learners: int) -> int:
-        """Return the bytes that `ReplicaBank` allocates for K learners and z, and those of the EMA, with padding."""
+        """Return the bytes that `ReplicaBank` allocates for K learners, what they share and z, and those of the EMA.
+
+        With padding.
+        """
         k, master = num_learners, self.master_bytes
         rows = (3 + self.num_states) * _rows_bytes(self.parameters, k, master, self.order)
         if self.compute_bytes != master:
@@ -160,11 +175,11 @@ class ModelSizes:
         if self.has_ema:
             buffers += _rows_bytes(self.buffers, 1, master, "blocks")
         central = (3 + self.has_velocity + self.has_ema) * _rows_bytes(self.parameters, 1, master, self.order)
-        return rows + buffers + central + k * self.counter_bytes
+        return rows + buffers + central + k * self.counter_bytes + self.base_bytes(k)
 
     @property
     def template_bytes(self) -> int:
-        """The bytes of the template, which evaluation copies."""
+        """The bytes of the template, which evaluation copies, without frozen parameters, which it shares."""
         return (self.num_values + sum(self.buffers)) * self.master_bytes + self.counter_bytes
 
     @property
@@ -179,7 +194,8 @@ class ModelSizes:
         These are the learners' mean if it is shown, and means of the learners' buffers or a copy of the EMA.
         """
         mean = _rows_bytes(self.parameters, 1, self.master_bytes, self.order) if self.shows_mean else 0
-        return self.template_bytes + mean + (self.ema_bytes or sum(self.buffers) * self.master_bytes)
+        cast = self.num_frozen_copies * self.compute_bytes
+        return self.template_bytes + cast + mean + (self.ema_bytes or sum(self.buffers) * self.master_bytes)
 
 
 def staged_batches(num_learners: int) -> int:
@@ -298,6 +314,7 @@ def breakdown(model: LearnerModel, batch_size: int, num_learners: int, at_once: 
     own = model.learner(batch_size)
     parts = {
         "weights": num_learners * own.weights,
+        "frozen weights": model.sizes.base_bytes(num_learners),
         "gradients": num_learners * own.gradients,
         "corrections": num_learners * own.corrections,
         "optimizer state": num_learners * own.state,
@@ -419,7 +436,8 @@ class Sample:
 class Job:
     """The settings of training that memory depends on.
 
-    `order` is that of the bank's rows, and `accumulate` the number of micro-batches of a learner's step.
+    `order` is that of the bank's rows, and `accumulate` the number of micro-batches of a learner's step. Frozen
+    parameters are there once if learners share their base.
     """
 
     loss: Loss
@@ -429,6 +447,7 @@ class Job:
     channels_last: bool = True
     order: Order = "blocks"
     accumulate: int = 1
+    shares_base: bool = True
 
 
 def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
@@ -436,7 +455,8 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
     others = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
     optimizer = job.optimizer
     layout = parameter_layout(model, job.channels_last, optimizer.matrices(model), optimizer.group_numbers(model))
-    matrices = layout.blocks[: layout.count("matrix")]
+    matrices, full = layout.blocks[: layout.count("matrix")], full_precision_parameters(model)
+    frozen = {name: own.numel() for name, own in frozen_parameters(model).items()}
     return ModelSizes(
         parameters=tuple(block.numel for block in layout.blocks),
         buffers=tuple(block.numel for block in buffer_layout(model).blocks),
@@ -449,4 +469,7 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
         has_ema=job.rule.average_ema is not None,
         shows_mean=job.rule.shows_mean,
         matrices=tuple(block.matrix_shape for block in matrices for _ in range(block.num_matrices)),
+        num_frozen=sum(frozen.values()),
+        num_frozen_copies=sum(own for name, own in frozen.items() if job.precision.has_shadow and name not in full),
+        shares_base=job.shares_base,
     )

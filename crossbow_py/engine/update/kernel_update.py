@@ -43,7 +43,7 @@ class KernelUpdate:
 
         self._kernels, self._bank, self.moves = kernels, bank, moves
         self._num_learners = k = bank.num_learners
-        device, trained = bank.device, bank.num_trained
+        device, trained = bank.device, len(bank.layout.blocks)
         decayed = trained if optimizer.decay_norm_and_bias else bank.layout.count(*DECAYED)
         blocks = zip(bank.weights.offsets, bank.z.offsets, bank.layout.blocks, strict=True)
         self._tiles = kernels.make_tiles(

@@ -269,7 +269,7 @@ class StackedRows:
         assert bank.order == "blocks", "one pass over all learners needs order=blocks"
         self.num_learners, self._bank = bank.num_learners, bank
         self.share_gradient = bank.replicas_identical and not bank.is_single
-        self.gradients = bank.gradients.flat(0)[: bank.num_trained]
+        self.gradients = bank.gradients.flat(0)
         self.num_values = bank.num_learners * _num_values(self.gradients)
         self._array: Array[Vector] | None = None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from crossbow_py.core.errors import CheckpointError, UserError
 from crossbow_py.core.files import given_path
@@ -17,7 +18,9 @@ from crossbow_py.core.plain_values import differences
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.ranks import Ranks
-from crossbow_py.engine.bank.replicas import CENTRAL, mean_weights, num_saved
+from crossbow_py.engine.bank.replicas import CENTRAL
+from crossbow_py.engine.bank.saved import mean_weights, num_saved
+from crossbow_py.models.lora import SCALE
 from crossbow_py.train.checkpoints.checkpoint import (
     SavedCheckpoint,
     checkpoints,
@@ -146,11 +149,12 @@ def _central(checkpoint: SavedCheckpoint) -> Mapping[str, Any]:
     if not first.get("nodes"):
         return first["bank"]  # type: ignore[no-any-return]
     banks = [checkpoint.part(rank)["bank"] for rank in range(checkpoint.num_ranks)]
-    return {
+    means = {
         name: {key: sum(bank[name][key] for bank in banks) / len(banks) for key in first["bank"][name]}
         for name in CENTRAL
         if name in first["bank"]
     }
+    return {**first["bank"], **means}
 
 
 def identity(run: Run) -> dict[str, Any]:
@@ -168,13 +172,15 @@ def identity(run: Run) -> dict[str, Any]:
             "std": list(run.data.std or ()),
             "sample_weights": None if run.data.sample_weights is None else _digest(run.data.sample_weights),
         },
-        "model": {
-            block.name: list(block.shape)
-            for layout in (run.bank.layout, run.bank.buffer_layout)
-            for block in layout.blocks
-        },
+        "model": run.bank.shapes,
+        **({"adapter_scales": scales} if (scales := scales_of(run.bank.template)) else {}),
         "num_train_samples": run.num_samples,
     }
+
+
+def scales_of(model: nn.Module) -> dict[str, float]:
+    """Return the scales of LoRA's adapters by name, which a checkpoint holds as buffers and a setting decides."""
+    return {name: float(own) for name, own in model.named_buffers() if name.endswith(SCALE)}
 
 
 def _digest(values: npt.ArrayLike) -> str:

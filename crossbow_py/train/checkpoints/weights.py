@@ -16,6 +16,7 @@ from crossbow_py.core.errors import CheckpointError, UserError
 from crossbow_py.core.files import replacing
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.modules.standardized import NAMES, standardize_as
+from crossbow_py.models.lora import names_in_base
 from crossbow_py.telemetry.records import DIGESTS, read_summary
 
 MODEL_FILE = "model.safetensors"  # in the folder of a run with one model
@@ -77,7 +78,7 @@ def load_weights(
     model: str = "this model",
     remedy: str = "choose the model it was saved from, or fill in what fits where the model is made",
 ) -> None:
-    """Load a safetensors file into a module.
+    """Load a safetensors file into a module, or into the base of a module with adapters.
 
     Args:
         module: the module, filled in place. It counts in standard deviations if the one that was saved did.
@@ -98,6 +99,10 @@ def load_weights(
     standardize_as(module, values)
     own = module.state_dict(keep_vars=True)
     wrong = _unfitting(own, values)
+    if wrong and (names := names_in_base(own)) and not _unfitting({n: own[o] for o, n in names.items()}, values):
+        # Adapters begin as they are; of tied tensors the file has one name.
+        values = {adapted: values[name] for adapted, name in names.items() if name in values}
+        wrong = ""
     if wrong and wrong.startswith(NAMES) and not any(name in values for name in NAMES):
         raise CheckpointError(f"{key}={path} is of a model of plain targets; set standardize_targets=False.")
     if wrong:

@@ -18,6 +18,7 @@ from crossbow_py.core.trees import Tree, call, detached, form_of, in_format, lea
 from crossbow_py.data.datasets import has_integers
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.bank.binding import WRITES_A_COPY, WRITES_FROZEN, bindings_of, find_rebound
+from crossbow_py.engine.bank.frozen_base import frozen_parameters, note_only_read
 from crossbow_py.engine.modules.call_watch import CallWatch
 from crossbow_py.engine.modules.dropout import OwnDraws, replace_dropout
 from crossbow_py.engine.modules.losses import (
@@ -205,6 +206,23 @@ class _TwoPasses:
         self._generator.set_state(self._seed)
         with kept_generators(self._generator.device), self._draws():
             return outputs_by_name(detached(call(self._model, self._inputs)))
+
+
+def find_only_read(template: nn.Module, precision: Precision, batch: Batch) -> None:
+    """Note of a model whose passes leave its frozen parameters as they are that they do; see `note_only_read`."""
+    if not frozen_parameters(template):
+        return
+    model = _runnable(template, precision)
+    frozen = frozen_parameters(model).values()
+    before = [own._version for own in frozen]
+    with torch.no_grad(), kept_generators(batch.targets.device):
+        for training in (True, False):
+            try:
+                call(model.train(training), batch.inputs)
+            except Exception:  # which other checks explain
+                return
+    if [own._version for own in frozen] == before:
+        note_only_read(template)
 
 
 def _check_backward(model: nn.Module, output: Tree, generator: torch.Generator) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from crossbow_py.core.trees import Tree, batch_key, call, in_format, leaves, map
 from crossbow_py.data.datasets import counted
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
+from crossbow_py.engine.bank.frozen_base import copy_with
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raising_if_lost
 from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
@@ -194,14 +194,13 @@ class Evaluator:
         self.batch_size, self.max_batches, self.channels_last = batch_size, max_batches, channels_last
         self.class_names, self.counts_classes = class_names, counts_classes
 
-    def module(self, state: State) -> nn.Module:
-        """Return a module with this state, in master precision and evaluation mode."""
-        full = replace(self.precision, compute=self.precision.master)
-        module = cast_module(copy.deepcopy(self.template), full)  # leaves complex buffers as they are
-        with torch.no_grad():
-            for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
-                value.copy_(state[name])
-        return module.eval()
+    def module(self, state: State, reads: bool = False) -> nn.Module:
+        """Return a module with this state, in master precision and evaluation mode.
+
+        Frozen parameters that the state lacks are the template's. One that only `reads` them has those of the state or
+        the template, which are not copied.
+        """
+        return copy_with(self.template, state, self.precision.master, reads).eval()
 
     def evaluate(self, state: State, feed: Feed, ranks: Ranks = ALONE, examples: bool = False) -> Evaluation:
         """Evaluate one state over every sample of the feed. Each rank takes a share, and all return the same.
@@ -302,7 +301,7 @@ class Evaluator:
         return tally, collector.examples(self.ignored)
 
     def _runnable(self, state: State) -> nn.Module:
-        module = cast_module(self.module(state), self.precision)
+        module = cast_module(self.module(state, reads=True), self.precision)
         # One by one: `Module.to` would apply the format to 5-D filters, [O, C, T, H, W], too, and fail.
         for parameter in module.parameters():
             if self.channels_last and parameter.ndim == 4:
@@ -566,6 +565,7 @@ def prediction_bank(bank: ReplicaBank, learners: Sequence[int]) -> ReplicaBank:
     copies = ReplicaBank(
         bank.template, len(learners), device=bank.device, precision=bank.precision, state_names=(),
         channels_last=bank.layout.channels_last, order="blocks", training=False,
+        shares_base=bank.base.is_shared, base=bank.base if bank.base.is_shared else None,
     )  # fmt: skip
     for row, learner in enumerate(learners):
         load_state(copies, row, bank.learner_state(learner))
@@ -575,9 +575,9 @@ def prediction_bank(bank: ReplicaBank, learners: Sequence[int]) -> ReplicaBank:
 @torch.no_grad()
 def load_state(bank: ReplicaBank, row: int, state: Mapping[str, Tensor]) -> None:
     """Copy a module's state dict (tied parameters once) to a row's weights and buffers, also integer buffers."""
-    for name, value in bank.learner_state(row).items():
+    bank.load_values(row, state)
+    for name, value in bank.integer_buffers(row).items():
         value.copy_(state[name])
-    bank.refresh_shadow(row)
 
 
 @torch.no_grad()

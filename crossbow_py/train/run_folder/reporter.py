@@ -377,7 +377,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
     return RunInfo(
         experiment=run.arguments.experiment,
         model=run.names["model"],
-        num_parameters=run.bank.layout.num_values,
+        num_parameters=run.bank.num_values,
         data=run.names["data"],
         num_train_samples=run.num_samples,
         num_test_samples=run.test_feed.num_samples if run.test_feed else 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,6 +49,7 @@ def choose_executor(
     announce: Callable[[str], None],
     num_ranks: int = 1,
     cache: Path | None = None,
+    shares_base: bool = True,
 ) -> tuple[Choices, list[str]]:
     """Check the executor that was asked for, or choose the fastest; see `calibration`. Raises UserError.
 
@@ -58,7 +60,8 @@ def choose_executor(
     """
     rule, loss = update.rule, copied_loss(loss)
     shared = not rule.has_central_model or settings.num_learners == 1
-    compared = Comparison(template, feed, loss, choices.precision, settings.channels_last, shared, settings.accumulate)
+    like = choices.precision, settings.channels_last, shared, settings.accumulate, shares_base
+    compared = Comparison(template, feed, loss, *like)
     one_shape, feed = feed.one_shape, feed.for_measuring()
     fuses = choices.executor != "auto" and EXECUTORS[choices.executor].FUSES
     if fuses and (reason := why_not_fused(compared)):
@@ -66,8 +69,7 @@ def choose_executor(
     if choices.executor != "auto":
         return choices, []
     known = RememberedAnswers("executor", cache)
-    key = _fingerprint(template, settings, choices, update, feed, num_ranks)
-    remembered = known.recall(key)
+    remembered = known.recall(key := _fingerprint(template, settings, choices, update, feed, num_ranks))
     possible = _candidates(settings, choices, num_ranks, one_shape)
     if remembered in possible and still_runs(remembered, compared):
         note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
@@ -76,24 +78,22 @@ def choose_executor(
     if any(EXECUTORS[name].FUSES for name in possible):
         why_not_fused(compared)  # on real data: candidates may be measured on one sample, repeated
 
+    make_bank = partial(new_bank, template, gradient_mean=update.rule.gradient_mean, shares_base=shares_base)
+
     def candidate(name: str, num_learners: int) -> Candidate:
         def build() -> tuple[Executor, Callable[[int], Round]]:
-            mean = update.rule.gradient_mean
-            bank = new_bank(template, num_learners, name, settings, choices, update.optimizer, gradient_mean=mean)
+            bank = make_bank(num_learners, name, settings, choices, update.optimizer)
             tasks = RoundTasks(
                 bank, update=update, feed=feed, loss=loss, seed=settings.seed, collective=Collective(),
                 compile_model=settings.compile_model, accumulate=settings.accumulate,
             )  # fmt: skip
-            batch_size, rule = feed.batch_size, update.rule
-            return EXECUTORS[name](tasks), lambda index: calibration_round(index, num_learners, batch_size, rule)
+            return EXECUTORS[name](tasks), lambda index: calibration_round(index, num_learners, feed.batch_size, rule)
 
         return Candidate(name, num_learners, build)
 
     found = calibrate(
-        [candidate(name, k) for name in possible for k in _counts(name, settings)],
-        settings.samples_per_step,
-        choices.device,
-        Effort(is_alone=num_ranks == 1, round_samples=settings.samples_per_step), announce=announce,
+        [candidate(name, k) for name in possible for k in _counts(name, settings)], settings.samples_per_step,
+        choices.device, Effort(is_alone=num_ranks == 1, round_samples=settings.samples_per_step), announce=announce,
     )  # fmt: skip
     sentence = _kept(found, known, key) if found.is_lasting else found.sentence
     chosen = dataclasses.replace(choices, executor=found.executor, executor_choice_s=found.seconds)
@@ -191,6 +191,7 @@ def new_bank(
     device_index: int = 0,
     has_velocity: bool = False,
     gradient_mean: GradientMean | None = None,
+    shares_base: bool = True,
 ) -> ReplicaBank:
     """Return a bank in the executor's order.
 
@@ -201,5 +202,5 @@ def new_bank(
         channels_last=settings.channels_last, order=EXECUTORS[executor].ORDER, num_devices=num_devices,
         device_index=device_index, has_velocity=has_velocity, gradient_mean=gradient_mean,
         matrices=optimizer.matrices(template), groups=optimizer.group_numbers(template),
-        row_optimizer=optimizer.row_optimizer,
+        row_optimizer=optimizer.row_optimizer, shares_base=shares_base,
     )  # fmt: skip

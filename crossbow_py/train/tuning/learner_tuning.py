@@ -85,6 +85,7 @@ def learner_bound(
     loss: Loss,
     optimizer: Optimizer,
     rule: AveragingRule,
+    shares_base: bool = True,
 ) -> tuple[int, list[str]]:
     """Return the most learners for the auto-tuner to try, and messages for the user. A fixed number is left as it is.
 
@@ -93,7 +94,7 @@ def learner_bound(
     if settings.num_learners != "auto" or settings.max_learners == 1:
         return settings.max_learners, []
     order = EXECUTORS[choices.executor].ORDER or ("rows" if choices.device.type == "cpu" else "blocks")
-    job = Job(loss, optimizer, rule, choices.precision, settings.channels_last, order, settings.accumulate)
+    job = Job(loss, optimizer, rule, choices.precision, settings.channels_last, order, settings.accumulate, shares_base)
     try:
         fitting = learners_that_fit(
             template, batch.inputs, batch.targets, job,

@@ -173,7 +173,7 @@ def _copy_of(run: Run) -> Run:
     bank = new_bank(
         run.evaluator.template, run.bank.num_learners, run.choices.executor, run.settings, run.choices, run.optimizer,
         num_devices=run.bank.num_devices, device_index=run.bank.device_index, has_velocity=run.rule.has_velocity,
-        gradient_mean=run.rule.gradient_mean,
+        gradient_mean=run.rule.gradient_mean, shares_base=run.bank.base.is_shared,
     )  # fmt: skip
     bank.load_state_dict(run.bank.state_dict())
     state = dataclasses.replace(run.state, non_finite_learners={}, compared=[], loss_sum=0.0, num_losses=0, best=None)

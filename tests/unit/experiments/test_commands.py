@@ -49,6 +49,7 @@ SHORT: Mapping[str, str] = {
         for figure in ("training", "inference", "mlp_training", "mlp_inference", "lstm", "gru", "layers", "families",
                        "limits")
     },
+    "one_base/run": "--jobs finetune --repetitions 1",
     "overhead/run": "--repetitions 1 --seconds 0.05",
     "preprocessing/run": "--models 1 --rounds 2 --repetitions 1",
     "ranks/search": "--repetitions 1 +experiment=search_digits +debug=search_fast",
@@ -71,7 +72,7 @@ LONG = {
     "grids", "throughput/run", "throughput/suite", "model_batch/run",
     "workers/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
     "ranks/search", "checkpoint/run",
-    "memory/run", "many_models/run", "before_and_now/run",
+    "defaults/run", "one_base/run", "memory/run", "many_models/run", "before_and_now/run",
 }  # fmt: skip
 # Programs of results that pages show with the command of then: what does it now, if anything.
 FORMER = {

@@ -33,7 +33,9 @@ class Counting(TorchDispatchMode):
 
 
 def fused(make, inputs):
-    bank = ReplicaBank(make(), 3, device=CPU, precision=FP32, state_names=(), order="blocks", training=False)
+    bank = ReplicaBank(
+        make(), 3, device=CPU, precision=FP32, state_names=(), order="blocks", training=False, shares_base=False
+    )
     for row in range(3):
         bank.load_learner(row, make())
     graph = FusedGraph(bank.template, inputs, bank, training=False)

@@ -24,7 +24,7 @@ def trainer(folder: Path, groups: Any = GROUPS, **options: Any) -> Trainer:
 @pytest.mark.parametrize("executor", ["serial", "fused"])
 def test_frozen_group_keeps_its_first_weights_and_others_do_not(tmp_path: Path, executor: str) -> None:
     ours = trainer(tmp_path, executor=executor)
-    before = {name: value.clone() for name, value in ours.run.bank.z.shaped().items()}
+    before = {name: value.clone() for name, value in ours.run.bank.central_state().items()}
     after = dict(ours.fit(max_rounds=4).model.named_parameters())
     assert [name for name, value in after.items() if torch.equal(value, before[name])] == ["0.weight"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,7 +64,20 @@ def pointwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     result = call.target(*plain, **named) if in_place else call.functional(*plain, **named)
     if is_in_place(call.target):
         result = result.to(plain[0].dtype)  # which writing in place would keep
+    elif result.is_floating_point() and (own_format := _format_beside_scalars(values)) is not None:
+        result = result.to(own_format)
     return wrap(result, layout)
+
+
+def _format_beside_scalars(values: list[Fused]) -> torch.dtype | None:
+    """Return the format of floating tensors beside scalars, which decide none; None if there are not both.
+
+    Scalars of all learners have a dimension, and would.
+    """
+    formats = [value.tensor.dtype for value in values if rank_of(value)]
+    if len(formats) == len(values) or not formats or not all(each.is_floating_point for each in formats):
+        return None
+    return functools.reduce(torch.promote_types, formats)
 
 
 def _is_result_view(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.engine.fusion.rules.registry import Call, NotFusedError, arguments_by_name, base_name, rule, run
-from crossbow_py.engine.fusion.values import Fused, Layout, rank_of, split_learners, with_rank
+from crossbow_py.engine.fusion.values import Fused, Layout, rank_of, split_learners, with_rank, wrap
 from crossbow_py.engine.modules.dropout import take_masks
 
 
@@ -21,11 +21,16 @@ def _flat(call: Call, value: Fused | None) -> Tensor | None:
 
 @rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def convolution(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run one grouped convolution, or for a shared input one dense convolution with K times the outputs."""
+    """Run one grouped convolution, or for a shared input one dense convolution with K times the outputs.
+
+    With shared filters it is one convolution of K times the images.
+    """
     named = arguments_by_name(call, args, kwargs)
     weight, own = named["weight"], named["input"]
-    if weight.layout is not Layout.STACK or rank_of(own) != weight.tensor.ndim - 1:
+    if weight.layout is Layout.CHANNELS or rank_of(own) != rank_of(weight):
         raise NotFusedError  # filters are no parameters, or images have no batch
+    if weight.layout is Layout.SHARED:
+        return _with_shared_filters(call, named)
     named["weight"], named["bias"] = _flat(call, weight), _flat(call, named["bias"])
     transposed = "output_padding" in named
     if own.layout is Layout.SHARED and named["groups"] == 1 and not transposed and not _is_thin(own.tensor):
@@ -34,6 +39,37 @@ def convolution(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         named["input"] = call.channels(own)
         named["groups"] *= call.num_learners
     return Fused(run(call.target, named), Layout.CHANNELS)
+
+
+def _with_shared_filters(call: Call, named: dict[str, Any]) -> Fused:
+    own, weight, bias = named["input"], named["weight"], named["bias"]
+    is_shared = _all_shared(bias)
+    shift = bias.tensor if bias and is_shared else None
+    if own.layout is Layout.SHARED:
+        found = run(call.target, {**named, "input": own.tensor, "weight": weight.tensor, "bias": shift}).unsqueeze(0)
+    else:
+        found = _folded(call, {**named, "weight": weight.tensor, "bias": shift}, "input").tensor
+    if not is_shared:
+        found = found + call.stack(bias)[(slice(None), None, slice(None), *(None,) * (found.ndim - 3))]
+    return Fused(found, Layout.STACK)
+
+
+def _folded(call: Call, named: dict[str, Any], key: str) -> Fused:
+    """Run an operator whose other arguments are shared on the samples of all learners, `[K·B, ...]`."""
+    values = call.stack(named[key]).flatten(0, 1)
+    if values.ndim == 4:
+        values = values.contiguous(memory_format=torch.channels_last)
+    result = run(call.target, {**named, key: values})
+    return Fused(split_learners(result, 0, call.num_learners), Layout.STACK)
+
+
+def _all_shared(*values: Fused | None) -> bool:
+    return all(value is None or value.layout is Layout.SHARED for value in values)
+
+
+def _tensors(named: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return these arguments, which are shared, as tensors."""
+    return {name: None if named[name] is None else named[name].tensor for name in names}
 
 
 def _is_thin(images: Tensor) -> bool:
@@ -49,8 +85,12 @@ def _is_thin(images: Tensor) -> bool:
 
 @rule("batch_norm", "instance_norm")
 def batch_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Normalise K·C channels, and update the bank's statistics in place."""
+    """Normalise K·C channels, and update the bank's statistics in place; with shared ones, K times the samples."""
     named = arguments_by_name(call, args, kwargs)
+    shared = ("weight", "bias", "running_mean", "running_var")
+    by_batch = named["training"] if "training" in named else named["use_input_stats"] and named["running_mean"]
+    if not by_batch and _all_shared(*(named[name] for name in shared)) and named["input"].layout is Layout.STACK:
+        return _folded(call, named | _tensors(named, *shared), "input")
     named["input"] = call.channels(named["input"])
     for name in ("weight", "bias", "running_mean", "running_var"):
         named[name] = _flat(call, named[name])
@@ -61,6 +101,10 @@ def batch_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def group_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Normalise K times as many groups."""
     named = arguments_by_name(call, args, kwargs)
+    if _all_shared(named["weight"], named["bias"]) and named["input"].layout is Layout.STACK:
+        folded = call.stack(named["input"]).flatten(0, 1).contiguous()
+        result = run(call.target, named | _tensors(named, "weight", "bias") | {"input": folded})
+        return Fused(split_learners(result, 0, call.num_learners), Layout.STACK)
     own = call.channels(named["input"])
     # torch 2.13 crashes in the backward pass of a channels-last input that does not require a gradient.
     named["input"] = own if own.requires_grad else own.contiguous()
@@ -75,6 +119,9 @@ def layer_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Normalise all rows without parameters, and then apply each learner's scale and shift."""
     named = arguments_by_name(call, args, kwargs)
     own, weight, bias = call.stack(named["input"]), named["weight"], named.get("bias")
+    if _all_shared(weight, bias):
+        names = ("weight", "bias") if "bias" in named else ("weight",)
+        return Fused(run(call.target, named | _tensors(named, *names) | {"input": own}), Layout.STACK)
     rank = own.ndim - 1
     plain = {**named, "input": own, "weight": None} | ({"bias": None} if "bias" in named else {})
     result = run(call.target, plain)
@@ -87,11 +134,15 @@ def layer_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("linear")
 def linear(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute one batched product, or for a shared input one product with K times the outputs."""
+    """Compute one batched product; for a shared input with K times the outputs, for shared weights K times the rows."""
     named = arguments_by_name(call, args, kwargs)
     own, weight, bias = named["input"], named["weight"], named["bias"]
     if weight.layout is Layout.SHARED:
-        raise NotFusedError
+        rows = own.tensor.unsqueeze(0) if own.layout is Layout.SHARED else call.stack(own)
+        found = nn.functional.linear(rows, weight.tensor, bias.tensor if bias and _all_shared(bias) else None)
+        if not _all_shared(bias):
+            return Fused(found + with_rank(call.stack(bias), found.ndim - 1), Layout.STACK)
+        return Fused(found[0], Layout.SHARED) if own.layout is Layout.SHARED else Fused(found, Layout.STACK)
     weights = call.stack(weight)
     if own.layout is Layout.SHARED:
         wide = nn.functional.linear(own.tensor, weights.flatten(0, 1), _flat(call, bias))
@@ -130,6 +181,9 @@ class _BatchedLinear(torch.autograd.Function):
 def product_and_sum(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute a batched product and sum for all learners."""
     assert call.shape is not None, "a product is a tensor"
+    if _all_shared(args[2]) and len(call.shape) == 2 and not kwargs:
+        found = torch.matmul(call.stack(args[1]), args[2].tensor)
+        return Fused(found + with_rank(call.stack(args[0]), 2), Layout.STACK)
     shift, left, right = (with_rank(call.stack(value), len(call.shape)) for value in args)
     whole = shift.expand(call.num_learners, *call.shape)
     found = torch.baddbmm(*(value.flatten(0, -3) for value in (whole, left, right)), **kwargs)
@@ -142,7 +196,7 @@ def matmul(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     rank = max(rank_of(value) for value in args)
     if min(rank_of(value) for value in args) < 2:
         raise NotFusedError
-    left, right = (with_rank(call.stack(value), rank) for value in args)
+    left, right = (value.tensor if _all_shared(value) else with_rank(call.stack(value), rank) for value in args)
     return Fused(torch.matmul(left, right), Layout.STACK)
 
 
@@ -166,8 +220,8 @@ def einsum(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def embedding(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Look up in one table of K·V rows, in which learner j's begin at j·V."""
     named = arguments_by_name(call, args, kwargs)
-    if named["weight"].layout is Layout.SHARED:
-        raise NotFusedError
+    if named["weight"].layout is Layout.SHARED:  # frozen
+        return Fused(nn.functional.embedding(call.stack(named["indices"]), named["weight"].tensor), Layout.STACK)
     table, indices = call.stack(named["weight"]), call.stack(named["indices"])
     # An index beyond a learner's table would read its neighbour's. On CUDA the device checks, without a wait.
     within = (indices >= 0) & (indices < table.shape[1])
@@ -222,6 +276,22 @@ def _attention_with_dropout(named: Mapping[str, Any], kept: Tensor) -> Tensor:
     return result
 
 
+@rule("cross_entropy_loss")
+def cross_entropy(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Take each sample's loss in one call, and each learner's mean or sum."""
+    named = arguments_by_name(call, args, kwargs)
+    scores, labels, reduction, count = named["self"], named["target"], named["reduction"], call.num_learners
+    if named["weight"] is not None or labels.tensor.is_floating_point() or (rank_of(scores), rank_of(labels)) != (2, 1):
+        raise NotFusedError
+    flat, none = call.stack(labels).flatten(), 0  # as torch numbers reductions: none, mean, sum
+    each = run(call.target, {**named, "self": call.stack(scores).flatten(0, 1), "target": flat, "reduction": none})
+    each = split_learners(each, 0, count)
+    if reduction == none:
+        return Fused(each, Layout.STACK)
+    counted = split_learners(flat != named["ignore_index"], 0, count).sum(1)
+    return Fused(each.sum(1) / counted if reduction == 1 else each.sum(1), Layout.STACK)
+
+
 _POOLING = [
     f"{kind}{dims}d{suffix}"
     for kind, suffix in (
@@ -243,11 +313,18 @@ def channelwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     name = base_name(call.target)
     if rank_of(args[0]) != 2 + next((int(letter) for letter in name if letter.isdigit()), 2):
         raise NotFusedError  # an image without a batch
-    own = call.channels(args[0])
-    result = call.target(own, *args[1:], **kwargs)
-    if isinstance(result, Tensor):
-        return Fused(result, Layout.CHANNELS)
-    return [Fused(entry, Layout.CHANNELS) for entry in result]
+    if args[0].layout is Layout.STACK and _folds(args[0].tensor):
+        result = call.target(args[0].tensor.flatten(0, 1), *args[1:], **kwargs)
+        parts = [result] if isinstance(result, Tensor) else result
+        found = [Fused(split_learners(part, 0, call.num_learners), Layout.STACK) for part in parts]
+        return found[0] if isinstance(result, Tensor) else found
+    result = call.target(call.channels(args[0]), *args[1:], **kwargs)
+    return wrap(result, Layout.CHANNELS)
+
+
+def _folds(stacked: Tensor) -> bool:
+    """Return whether `[K, B, ...]` is a view `[K·B, ...]`, as after layers with shared weights."""
+    return stacked.stride(0) == stacked.shape[1] * stacked.stride(1)
 
 
 @rule("prelu")

@@ -118,7 +118,7 @@ def _direction(
     if bias is not None and kind != "gru":
         bias = Fused(call.stack(bias) + call.stack(biases[1]), Layout.STACK)
     # The inputs' share of the gates for all time steps in one product.
-    gates = linear(replace(call, target=_aten.linear.default), [own, of_inputs, bias], {}).tensor
+    gates = call.stack(linear(replace(call, target=_aten.linear.default), [own, of_inputs, bias], {}))
     given, last = call.stack(of_states), []
     if kind == "lstm":
         outputs, *last = LSTM.apply(reverse, gates, given, *states)  # type: ignore[no-untyped-call]

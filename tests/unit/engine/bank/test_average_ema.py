@@ -34,10 +34,11 @@ def test_young_ema_of_weights_and_running_statistics_weighs_them_by_samples(orde
     ema.move(two, 40)
     found = ema.at(two, 40)
     assert found.keys() == one.keys()
-    for name in one.keys() - {"1.num_batches_tracked"}:
+    for name in one.keys() - {"1.num_batches_tracked", "5.bias"}:
         expected = 0.25**10 * one[name] + (1 - 0.25**10) * two[name]
         torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
     assert found["1.num_batches_tracked"] == two["1.num_batches_tracked"]
+    assert found["5.bias"] is two["5.bias"]  # frozen
 
 
 def test_ema_before_it_first_moved_is_z_to_the_bit():

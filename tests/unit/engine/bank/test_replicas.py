@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from crossbow_py.engine.bank import replicas
+from crossbow_py.engine.bank import layout, replicas
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from tests.support import CPU, linear_model, norm_model
@@ -204,15 +204,15 @@ def test_checksum_of_z_changes_with_any_bit_and_with_the_order_of_values(precisi
 
 def test_checksum_is_the_same_in_whatever_pieces_it_is_taken(monkeypatch):
     values = torch.randn(1000)
-    whole = replicas.checksum(values)
-    monkeypatch.setattr(replicas, "_CHECKED_AT_ONCE", 64)
-    assert replicas.checksum(values) == whole
+    whole = layout.checksum(values)
+    monkeypatch.setattr(layout, "_CHECKED_AT_ONCE", 64)
+    assert layout.checksum(values) == whole
     assert 0 <= whole < 2**52
     assert float(whole) == whole
 
 
 def test_checksum_tells_zeros_apart_and_counts_every_nan_alike():
     zeros = torch.zeros(4)
-    assert replicas.checksum(zeros) != replicas.checksum(-zeros)
+    assert layout.checksum(zeros) != layout.checksum(-zeros)
     broken = torch.tensor([1.0, torch.nan])
-    assert replicas.checksum(broken) == replicas.checksum(broken.clone())
+    assert layout.checksum(broken) == layout.checksum(broken.clone())

@@ -208,7 +208,7 @@ def trained_plainly(make, tasks, learner):
     model = make().double().train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(tasks.bank.weights.shaped(learner)[name])
+            parameter.copy_(tasks.bank.learner_state(learner)[name])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for n in range(ROUNDS):
         batch = tasks.feed.batch(plan(tasks, n).starts[learner])

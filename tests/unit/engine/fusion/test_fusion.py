@@ -63,7 +63,10 @@ class Result:
 def run(executor, make_model, data, *, num_rounds=20, rule=None, shared=False, **options):
     """Three learners with weights of their own where the rule allows it."""
     rule = rule or SMA()
-    tasks = make_tasks(make_model, num_learners=3, data=data, rule=rule, order="blocks", **options)
+    together = rule.has_central_model
+    tasks = make_tasks(
+        make_model, num_learners=3, data=data, rule=rule, order="blocks", shares_base=together, **options
+    )
     if not rule.has_central_model:
         for learner in range(3):
             torch.manual_seed(5 + learner)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.engine.bank.frozen_base import frozen_values
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.modules.precision import FP64, Precision
@@ -30,7 +31,8 @@ class Trio:
     """The models, and their bank."""
 
     def __init__(self, models: Sequence[nn.Module], precision: Precision = FP64, **options: Any) -> None:
-        self.models, options = models, {"order": "blocks", **options}
+        same = len({frozen_values(model) for model in models}) == 1
+        self.models, options = models, {"order": "blocks", "shares_base": same, **options}
         template = copy.deepcopy(models[0])
         self.bank = ReplicaBank(template, K, device=CPU, precision=precision, state_names=(), **options)
         for learner, model in enumerate(models):

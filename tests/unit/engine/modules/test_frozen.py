@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA, Independent, frozen
+from crossbow_py import SGD, SMA, Ensemble, Independent, Member, Trainer, UserError, frozen, train_many
 from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.schedules import Constant
@@ -156,3 +157,107 @@ def test_freezing_twice_is_freezing_once_and_dropout_goes_by_the_mode() -> None:
     twice = frozen(once).train()
     assert twice is once and type(twice[0]) is kind and type(copy.deepcopy(twice)[0]) is kind
     assert [layer.training for layer in twice] == [False, True]
+
+
+def test_checkpoint_of_a_trial_has_no_frozen_values_and_goes_on_over_the_same_ones_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Files of sixteen adapters are to be small, and a base that was exchanged in between must not be taken for it."""
+    monkeypatch.setattr(run_settings, "choose_precision", lambda name, device: packs.FP64)
+    own = TrialSettings(
+        seed=0, make_model=by_helper, model_key="frozen", batch_size=packs.BATCH, schedule=Constant(), optimizer=SGD(),
+    )  # fmt: skip
+    pack = packs.pack_of([own], "serial")
+    packs.run(pack)
+    checkpoint = pack.checkpoint(pack.members[0])
+    whole = pack.state(pack.members[0])
+    pack.close()
+    assert not {"0.0.weight", "0.1.weight"} & checkpoint.row["weights"].keys() and checkpoint.row["frozen"] == {}
+    assert {"0.0.weight", "0.1.weight"} <= whole.keys()
+    again = packs.pack_of([own], "serial")
+    again.assign([packs.replace_member(again.members[0], checkpoint)])
+    state = again.state(again.members[0])
+    assert all(torch.equal(state[name], whole[name]) for name in whole)
+    again.close()
+    moved = copy.deepcopy(checkpoint)
+    moved.row["base"] = "another"
+    other = packs.pack_of([own], "serial")
+    with pytest.raises(UserError, match="frozen parameters are not those that it was trained over"):
+        other.assign([packs.replace_member(other.members[0], moved)])
+    other.close()
+
+
+class Masked(nn.Module):
+    """A layer on some of the inputs, by a frozen mask that the seed draws."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        order = [0.0, 1.0, 1.0, 0.0] if torch.initial_seed() % 2 else [1.0, 0.0, 0.0, 1.0]
+        self.mask = nn.Parameter(torch.tensor(order), requires_grad=False)
+        self.features, self.first = nn.Linear(4, 40).requires_grad_(False), nn.Linear(40, width)
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(self.features(x * self.mask)).relu())
+        return out
+
+
+def test_members_of_other_frozen_values_and_widths_learn_what_each_learns_alone() -> None:
+    draws = torch.Generator().manual_seed(0)
+    data = torch.randn(24, 4, generator=draws), torch.randint(0, 3, (24,), generator=draws)
+    call = {"batch_size": 4, "max_epochs": 2, "precision": "fp32"}
+    members = [Member(seed=seed, model=partial(Masked, width)) for seed, width in enumerate((8, 6, 8, 6, 7, 8))]
+    together = train_many(Masked, data, members=members, executor="fused", **call)
+    for number, member in enumerate(members):
+        alone = train_many(Masked, data, members=[member], executor="serial", **call)[0].state
+        assert together[number].status == "finished"
+        for name, value in alone.items():
+            torch.testing.assert_close(together[number].state[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Counts(nn.Module):
+    """A model that counts its passes in a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.seen = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.add_(1)
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def test_what_forward_writes_is_each_models_own_and_evaluations_leave_it() -> None:
+    data = torch.randn(16, 4), torch.randint(0, 3, (16,))
+    trainer = Trainer(Counts, data, data, batch_size=4, num_learners=1, executor="serial", precision="fp32")
+    trainer.fit(max_epochs=2)
+    assert trainer.run.bank.learner_state(0)["seen"] == 8
+    found = train_many(Counts, data, data, members=2, batch_size=4, max_epochs=2, executor="serial", precision="fp32")
+    assert [float(own.state["seen"]) for own in found] == [8, 8]
+
+
+def test_independent_learners_keep_frozen_values_if_only_a_later_one_has_others() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+        model[0].requires_grad_(False)
+        seeds.append(torch.initial_seed())
+        nn.init.constant_(model[0].weight, float(len(set(seeds)) > 2))  # the first two models are alike
+        return model
+
+    seeds: list[int] = []
+    data = torch.randn(16, 4), torch.randint(0, 3, (16,))
+    trainer = Trainer(make, data, batch_size=4, num_learners=3, averaging="independent", executor="serial")
+    assert float(trainer.run.bank.learner_state(0)["0.weight"][0, 0]) == 0
+    assert not trainer.run.bank.base.is_shared
+
+
+def test_models_that_are_frozen_throughout_predict_together() -> None:
+    models = [nn.Linear(4, 3).requires_grad_(False) for _ in range(2)]
+    inputs = torch.randn(5, 4)
+    with Ensemble(models, executor="fused", device="cpu") as ensemble:
+        found = ensemble.members(inputs)
+    for number, model in enumerate(models):
+        torch.testing.assert_close(found[number], model(inputs).softmax(1))

@@ -168,7 +168,8 @@ def test_probe_counts_tied_parameters_once_and_no_gradient_of_frozen_ones() -> N
             return self.frozen(self.second(self.first(x)))
 
     model = Tied()
-    assert model_sizes(model, job()).num_values == 100 * 100 + 303
+    sizes = model_sizes(model, job())
+    assert (sizes.num_values, sizes.num_frozen) == (100 * 100, 303)
     # Both parts of the tied weight's gradient, and their sum; of a few samples next to nothing.
     assert 120_000 < estimate_learner(model, Sample((100,)), job(), most=8).activations.at(2) < 122_000
 

@@ -250,7 +250,7 @@ class Strides(nn.Module):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (MomentumEncoder, {}, "writes its frozen parameter key.weight, and the average model would not"),
+        (MomentumEncoder, {}, "writes its frozen parameter key.weight, which all learners share"),
         (MomentumEncoder, {"num_learners": 1, "precision": "bf16"}, "key.weight, which in bf16 is a copy of .*=fp32"),
         (ReplacesKey, {"num_learners": 1}, "gives its parameter key.weight other memory"),
         (Clips, {"precision": "bf16"}, "writes its parameter second.weight, which in bf16 is a copy"),

@@ -290,7 +290,7 @@ def make_bank(make, precision=FP64, **options):
         torch.manual_seed(learner)
         with torch.no_grad():
             for name, value in bank.learner_state(learner).items():
-                if value.is_floating_point():
+                if value.is_floating_point() and name not in bank.base.master(learner):
                     value.add_(torch.rand_like(value) if name.endswith("running_var") else torch.randn_like(value))
         bank.refresh_shadow(learner)
     return bank

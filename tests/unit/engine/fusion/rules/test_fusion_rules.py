@@ -257,7 +257,7 @@ CASES: dict[str, Case] = {
         lambda x, w, m: m.conv(x[0]), looped=True, parts=lambda: {"conv": nn.Conv2d(8, 4, 3)}
     ),
     "convolution by a constant": Case(
-        lambda x, w, m: functional.conv2d(x, torch.ones(8, 1, 3, 3, dtype=x.dtype) / 9, groups=8), looped=True
+        lambda x, w, m: functional.conv2d(x, torch.ones(8, 1, 3, 3, dtype=x.dtype) / 9, groups=8)
     ),
     "convolution by a buffer": Case(
         lambda x, w, m: functional.conv2d(x, m.blur, groups=8), parts=lambda: {"blur": torch.rand(8, 1, 3, 3)}
@@ -284,7 +284,20 @@ CASES: dict[str, Case] = {
     "linear": part(lambda: nn.Linear(6, 4)),
     "linear of a vector": Case(lambda x, w, m: m.fc(x[0, 0, 0]), parts=lambda: {"fc": nn.Linear(6, 4)}),
     "linear without bias": part(lambda: nn.Linear(6, 4, bias=False), x=ROWS),
-    "linear of a constant": Case(lambda x, w, m: functional.linear(x, torch.ones(2, 6, dtype=x.dtype)), looped=True),
+    **{
+        f"cross entropy, {reduction}": Case(
+            lambda x, w, m, reduction=reduction: functional.cross_entropy(
+                x * w, torch.arange(len(x)) % 4, reduction=reduction, ignore_index=2, label_smoothing=0.1
+            ),
+            x=ROWS, w=(6,),
+        )
+        for reduction in ("none", "mean", "sum")
+    },
+    "cross entropy of weighted classes": Case(
+        lambda x, w, m: functional.cross_entropy(x * w, torch.arange(len(x)) % 4, torch.arange(6.0, dtype=x.dtype)),
+        x=ROWS, w=(6,), looped=True,
+    ),
+    "linear of a constant": Case(lambda x, w, m: functional.linear(x, torch.ones(2, 6, dtype=x.dtype))),
     "linear used twice": Case(lambda x, w, m: m.fc(m.fc(x).tanh()), x=ROWS, parts=lambda: {"fc": nn.Linear(6, 6)}),
     "bilinear": Case(lambda x, w, m: m.fc(x, x), x=ROWS, looped=True, parts=lambda: {"fc": nn.Bilinear(6, 6, 2)}),
     "embedding": Case(lambda x, w, m: functional.embedding((x.abs() * 9).long() % 5, w), x=ROWS, w=(5, 2)),

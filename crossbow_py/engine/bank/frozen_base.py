@@ -1,0 +1,158 @@
+"""The frozen parameters of a bank's modules: held once for all learners, or by each learner where values differ.
+
+Nothing that training needs is allocated for them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
+
+_ONLY_READ: WeakSet[nn.Module] = WeakSet()
+
+
+class FrozenBase:
+    """The values of frozen parameters, by name.
+
+    Args:
+        template: the model; copied, never changed.
+        rows: the number of learners that hold values of their own; None if all share one row.
+        channels_last: whether 4-D values are channels-last in memory.
+    """
+
+    def __init__(
+        self, template: nn.Module, rows: int | None, precision: Precision, device: torch.device, channels_last: bool
+    ) -> None:
+        self.is_shared, self._on_host = rows is None, dict[str, Tensor]()
+        full, self._master = full_precision_parameters(template), dict[str, Tensor]()  # [1 or rows, *shape]
+        self._of_passes: dict[str, Tensor] = {}  # the same tensors, or in compute precision
+        for name, own in frozen_parameters(template).items():
+            values = _empty((rows or 1, *own.shape), precision.master, device, channels_last)
+            self._master[name] = values.copy_(own.detach())
+            self._of_passes[name] = values if name in full else values.to(precision.compute)
+
+    def __len__(self) -> int:
+        return len(self._master)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._master
+
+    @property
+    def num_values(self) -> int:
+        """The number of values of one learner."""
+        return sum(own[0].numel() for own in self._master.values())
+
+    def row(self, learner: int) -> dict[str, Tensor]:
+        """Return a learner's values `[*shape]` as its passes read them, views."""
+        return {name: own[0 if self.is_shared else learner] for name, own in self._of_passes.items()}
+
+    def master(self, learner: int) -> dict[str, Tensor]:
+        """Return a learner's values `[*shape]` in master precision, views."""
+        return {name: own[0 if self.is_shared else learner] for name, own in self._master.items()}
+
+    def masters(self, num_rows: int) -> dict[str, Tensor]:
+        """Return the values in master precision, `[1, *shape]` of what is shared, or `[K, *shape]`."""
+        return {name: own if self.is_shared else own[:num_rows] for name, own in self._master.items()}
+
+    def stacked(self, num_rows: int, first: int = 0) -> dict[str, Tensor]:
+        """Return, as passes read them, `[*shape]` of what is shared, or `[K, *shape]` of K rows from `first` on."""
+        return {n: own[0] if self.is_shared else own[first : first + num_rows] for n, own in self._of_passes.items()}
+
+    def lend(self, template: nn.Module) -> None:
+        """Have a template hold the values in the memory that learners share, so that they are there once.
+
+        Not if its forward may write them, see `only_reads`.
+        """
+        for name, own in frozen_parameters(template).items() if self.is_shared and template in _ONLY_READ else ():
+            own.data = self._master[name][0]
+
+    def load(self, learner: int, values: Mapping[str, Tensor]) -> None:
+        """Copy values by name to a learner's row. Raises ValueError if all share one that has other values.
+
+        Of names without a value, the learner has those that all share.
+        """
+        if not self.is_shared:
+            self._write(learner, values)
+            return
+        for name, own in ((name, own) for name, own in self.master(0).items() if name in values):
+            given = values[name].detach().to(own)
+            if given.data_ptr() != own.data_ptr() and not torch.equal(given.nan_to_num(), own.nan_to_num()):
+                raise ValueError(f"the frozen parameter {name} has other values than that of the other learners")
+
+    def replace(self, values: Mapping[str, Tensor]) -> None:
+        """Give the row that all share these values by name."""
+        self._write(0, values)
+        self._on_host.clear()
+
+    @torch.no_grad()
+    def _write(self, learner: int, values: Mapping[str, Tensor]) -> None:
+        for own in (self.master(learner), self.row(learner)):
+            for name, value in own.items():
+                value.copy_(values[name])
+
+    def on_host(self, learner: int) -> dict[str, Tensor]:
+        """Return a learner's values `[1, *shape]` on the host: of what is shared the same each time, else a copy."""
+        if self.is_shared:
+            self._on_host = self._on_host or {name: own.cpu() for name, own in self._master.items()}
+            return self._on_host
+        return {name: own.to("cpu", copy=True).unsqueeze(0) for name, own in self.master(learner).items()}
+
+
+def only_reads(template: nn.Module) -> bool:
+    """Return whether `note_only_read` was said of a module: then what is frozen in its copies may be one memory."""
+    return template in _ONLY_READ
+
+
+def note_only_read(template: nn.Module) -> None:
+    """Note that a module's passes, in training and in evaluation, were seen to leave frozen parameters as they are."""
+    _ONLY_READ.add(template)
+
+
+def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not trained; tied ones once, under their first name."""
+    return {name: own for name, own in module.named_parameters() if not own.requires_grad}
+
+
+def frozen_values(model: nn.Module) -> str | None:
+    """Return a text that is equal for models whose frozen parameters are equal; None for a model without any."""
+    found, known = frozen_parameters(model), hashlib.sha256()
+    for name, own in found.items():
+        known.update(repr((name, tuple(own.shape))).encode())
+        known.update(own.detach().float().cpu().flatten().numpy().data)
+    return known.hexdigest()[:16] if found else None
+
+
+def copy_with(template: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype, reads: bool) -> nn.Module:
+    """Return a copy of a template with parameters and buffers of a state in a dtype; see `Evaluator.module`."""
+    frozen = frozen_parameters(template)
+    state, named = {**frozen, **state}, frozen if reads and template in _ONLY_READ else {}
+    read = {
+        name: nn.Parameter(state[name].to(own.device, dtype), False)
+        for name, own in named.items()
+        if type(own) is nn.Parameter
+    }
+    memo: dict[int, Any] = {id(named[name]): own for name, own in read.items()}
+    # Buffers that are complex stay as they are.
+    module = cast_module(copy.deepcopy(template, memo), Precision("master", dtype, dtype))
+    with torch.no_grad():
+        for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
+            if name not in read:
+                value.copy_(state[name])
+    return module
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, channels_last: bool) -> Tensor:
+    """Return a tensor `[n, *shape]`, of which 4-D rows are channels-last if that is asked for."""
+    if channels_last and len(shape) == 5:
+        rows, out, channels, height, width = shape
+        return torch.empty(rows, out, height, width, channels, dtype=dtype, device=device).movedim(-1, 2)
+    return torch.empty(shape, dtype=dtype, device=device)
