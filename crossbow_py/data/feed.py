@@ -18,7 +18,7 @@ from torch import Tensor
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.trees import Tree, map_tree
 from crossbow_py.data.datasets import Classes
-from crossbow_py.data.normalisation import Loses
+from crossbow_py.data.normalisation import Loses, rounding_note
 
 # Each learner's batch in one piece, or the channels of all learners side by side.
 MemoryOrder = Literal["stacked", "channels"]
@@ -162,7 +162,7 @@ class Feed(ABC):
         """Keep the first loss of digits that was found, and add a note for the user."""
         if rounded is not None and self.rounded is None:
             self.rounded = rounded
-            self._notes.append(rounded.sentence(dtype))
+            self._notes.append(rounding_note(rounded, dtype))
 
     def close(self) -> None:
         """Stop threads and processes. A feed that is used again starts them again. Does not raise."""

@@ -139,10 +139,6 @@ class Rounded(NamedTuple):
     value: float
     becomes: float
 
-    def sentence(self, dtype: torch.dtype) -> str:
-        """Return the remark as a sentence."""
-        return f"{self.remark(dtype).capitalize()}."
-
     def remark(self, dtype: torch.dtype) -> str:
         """Return the remark for the user, as a part of a sentence."""
         kind = str(dtype).removeprefix("torch.")
@@ -164,20 +160,22 @@ class Blurred(NamedTuple):
     mean: float
     share: float
 
-    def sentence(self, dtype: torch.dtype) -> str:
-        """Return the remark as a sentence."""
-        return f"{self.remark(dtype).capitalize()}."
-
     def remark(self, dtype: torch.dtype) -> str:
         """Return the remark for the user, as a part of a sentence."""
         kind = str(dtype).removeprefix("torch.")
         return (
-            f"rounding to {kind} adds noise of {self.share:.0%} of its deviation to column {self.column} of the "
-            f"{self.what} (mean {self.mean:.4g}); subtract the mean and divide by the deviation, or set precision=fp32"
+            f"column {self.column} of the {self.what} (mean {self.mean:.4g}) is off by {self.share:.0%} of its standard "
+            f"deviation when it is rounded to {kind}; subtract the mean and divide by the deviation, or set "
+            "precision=fp32"
         )
 
 
 Loses = Rounded | Blurred
+
+
+def rounding_note(found: Loses, dtype: torch.dtype) -> str:
+    """Return a remark on what a dtype loses as a sentence."""
+    return f"{found.remark(dtype).capitalize()}."
 
 
 def digits_lost(inputs: Tree, targets: Tensor, dtype: torch.dtype) -> Loses | None:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.measured import fastest
 from crossbow_py.core.trees import Tree, batch_key, call, form_of, leaves, map_tree
-from crossbow_py.data.normalisation import digits_lost
+from crossbow_py.data.normalisation import digits_lost, rounding_note
 from crossbow_py.engine.bank.frozen_base import frozen_values
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, check_executor
@@ -132,7 +132,7 @@ class Ensemble:
         if shape not in self.chosen:
             self._try(inputs)
             if found := digits_lost(batch, torch.empty(0), self.precision.compute):
-                self._note(found.sentence(self.precision.compute))
+                self._note(rounding_note(found, self.precision.compute))
             self.chosen[shape] = self._settle(inputs)
             if len(self.chosen) > _MOST_CHOICES:
                 del self.chosen[next(iter(self.chosen))]

@@ -29,7 +29,7 @@ def num_saved(saved: Mapping[str, Any]) -> int:
 
 
 def saved_base(saved: Mapping[str, Any], row: int) -> dict[str, Tensor]:
-    """Return a learner's frozen parameters of a `state_dict()`; formats before 2 have them among the weights."""
+    """Return a learner's frozen parameters of a `state_dict()`; older ones have them among the weights."""
     found = saved["frozen"] if "frozen" in saved else saved["weights"]
     return {name: values[min(row, len(values) - 1)] for name, values in found.items()}
 
