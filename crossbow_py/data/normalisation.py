@@ -164,8 +164,8 @@ class Blurred(NamedTuple):
         """Return the remark for the user, as a part of a sentence."""
         kind = str(dtype).removeprefix("torch.")
         return (
-            f"column {self.column} of the {self.what} (mean {self.mean:.4g}) is off by {self.share:.0%} of its standard "
-            f"deviation when it is rounded to {kind}; subtract the mean and divide by the deviation, or set "
+            f"column {self.column} of the {self.what} (mean {self.mean:.4g}) is off by {self.share:.0%} of its "
+            f"standard deviation when it is rounded to {kind}; subtract the mean and divide by the deviation, or set "
             "precision=fp32"
         )
 
