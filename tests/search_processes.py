@@ -8,7 +8,8 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from unittest import mock
 
@@ -34,14 +35,16 @@ _PACK_SIZE = 4
 
 @contextlib.contextmanager
 def started(
-    folder: Path, *options: str, environment: Mapping[str, str] | None = None
+    folder: Path, *options: str, environment: Mapping[str, str] | None = None, meeting: Barrier | None = None
 ) -> Iterator[ForkServerProcess]:
     """`python -m crossbow_py.search`, in `folder`'s parent and writing to it; killed in the end, if it runs."""
-    context = multiprocessing.get_context("forkserver")
+    context = _fork_server()
     context.set_forkserver_preload([__name__, "crossbow_py.search.searcher", "crossbow_py.search.report.tensorboard"])
     arguments = merged(NINE_TRIALS, (f"output_dir={folder.name}", *options))
     where = str(folder.parent)
-    process = context.Process(target=_search_here, args=(arguments, where, f"{folder}.log", dict(environment or {})))
+    process = context.Process(
+        target=_search_here, args=(arguments, where, f"{folder}.log", dict(environment or {}), meeting)
+    )
     process.start()
     try:
         yield process
@@ -52,11 +55,13 @@ def started(
 
 @contextlib.contextmanager
 def started_ranks(folder: Path, *options: str, num_ranks: int = 2) -> Iterator[list[ForkServerProcess]]:
-    """The same as ranks of this host, without a launcher that would end all with one."""
-    port = free_port()
+    """The same as ranks of this host, without a launcher that would end all with one; all come before any trains."""
+    port, meeting = free_port(), _fork_server().Barrier(num_ranks)
     with contextlib.ExitStack() as stack:
         environments = [rank_environment(rank, num_ranks, port) for rank in range(num_ranks)]
-        yield [stack.enter_context(started(folder, *options, environment=each)) for each in environments]
+        yield [
+            stack.enter_context(started(folder, *options, environment=each, meeting=meeting)) for each in environments
+        ]
 
 
 def search_in(folder: Path, *options: str) -> int | None:
@@ -71,7 +76,13 @@ def ended(process: ForkServerProcess) -> int | None:
     return process.exitcode
 
 
-def _search_here(arguments: Sequence[str], where: str, log: str, environment: Mapping[str, str]) -> None:
+def _fork_server() -> ForkServerContext:
+    return multiprocessing.get_context("forkserver")
+
+
+def _search_here(
+    arguments: Sequence[str], where: str, log: str, environment: Mapping[str, str], meeting: Barrier | None
+) -> None:
     """Be that process: packs are of one size without measuring, and the exit code is the search's."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
@@ -80,7 +91,14 @@ def _search_here(arguments: Sequence[str], where: str, log: str, environment: Ma
     os.environ.update(environment)
     torch.set_num_threads(1)
     width = Width(_PACK_SIZE, {("serial", 1): 1.0, ("serial", _PACK_SIZE): 2.0}, "Packs of 4, for a test.")
-    with mock.patch.object(trial_registry, "measured_width", return_value=(width, [])):
+    waiting = [meeting] if meeting else []
+
+    def measured(*_: object) -> tuple[Width, list[str]]:
+        while waiting:
+            waiting.pop().wait(PATIENCE_S)
+        return width, []
+
+    with mock.patch.object(trial_registry, "measured_width", measured):
         sys.exit(search.main(arguments))
 
 
