@@ -117,6 +117,7 @@ def make_tasks(
     accumulate: int = 1,
     smoothing: float = 0.0,
     shares_base: bool = True,
+    one_row: bool = False,
 ) -> RoundTasks:
     """Task bodies over a bank on CPU. A learner's step takes `accumulate` batches."""
     model = optimizer.prepared(make_model())
@@ -124,7 +125,7 @@ def make_tasks(
         model, num_learners, device=CPU, precision=precision, state_names=optimizer.state_names, order=order,
         channels_last=channels_last, has_velocity=rule.has_velocity, gradient_mean=rule.gradient_mean,
         matrices=optimizer.matrices(model), groups=optimizer.group_numbers(model),
-        row_optimizer=optimizer.row_optimizer, shares_base=shares_base,
+        row_optimizer=optimizer.row_optimizer, shares_base=shares_base, one_row=one_row,
     )  # fmt: skip
     feed = make_feed(
         data or features(64), batch_size * accumulate, seed, channels_last=True, dtype=precision.compute,

@@ -7,7 +7,7 @@ of different learners may run at the same time; the executor orders corrections 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -21,7 +21,7 @@ from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.trees import Tree, call, detached, in_format
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.bank.layout import TrainedRow, norm
+from crossbow_py.engine.bank.layout import TrainedRow, add_present, copy_present, norm
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.goodput import Comparison
 from crossbow_py.engine.modules.compiled import CompiledModels, Model
@@ -139,14 +139,17 @@ class RoundOutcome:
         return [learner for learner, finite in enumerate(self.finite) if not finite]
 
 
-def comparison_of(gradients: Sequence[list[Tensor]]) -> Comparison:
-    """Return the comparison of gradients, matching lists."""
-    n = len(gradients)
-    mean = [own.clone() for own in gradients[0]]
-    for other in gradients[1:]:
-        torch._foreach_add_(mean, other)
-    squares = [norm(own) ** 2 for own in gradients]
-    return Comparison(sum(squares) / n, (norm(mean) / n) ** 2, n)
+def comparison_of(gradients: Iterable[list[Tensor]]) -> Comparison:
+    """Return the comparison of gradients, matching lists, which need not be there at the same time."""
+    total, squares = list[Tensor](), list[float]()
+    for own in gradients:
+        if total:
+            torch._foreach_add_(total, own)
+        else:
+            total = [each.clone() for each in own]
+        squares.append(norm(own) ** 2)
+    n = len(squares)
+    return Comparison(sum(squares) / n, (norm(total) / n) ** 2, n)
 
 
 def smoothing_rows(share: float, bank: ReplicaBank) -> Tensor | None:
@@ -375,10 +378,11 @@ class RoundTasks:
     def summed_rows(self) -> list[TrainedRow]:
         """The learners' rows with the sum of all gradients in place of their own; empty if they do not share it."""
         bank = self.bank
-        if not self.update.KEEPS_GRADIENTS or self.gradient_mean is None or not bank.replicas_identical:
-            return []
-        if self.update.optimizer.clips_groups:  # which need the norms of the mean's parts
-            return []
+        if not bank.one_row:
+            if not self.update.KEEPS_GRADIENTS or self.gradient_mean is None or not bank.replicas_identical:
+                return []
+            if self.update.optimizer.clips_groups:  # which need the norms of the mean's parts
+                return []
         if len(self._summed_rows) != bank.num_learners:
             total = bank.total.trained()
             self._summed_rows = [replace(bank.trained_row(j), gradients=total) for j in range(bank.num_learners)]
@@ -400,10 +404,45 @@ class RoundTasks:
                 store()
             self.gate_gradients(outcome)
             self.update.sum(summed.gradients, [bank.gradients.trained(j) for j in range(bank.num_learners)])
+        self._sum_over_devices(outcome)
+
+    def _sum_over_devices(self, outcome: RoundOutcome) -> None:
+        """All-reduce the sum of gradients in `bank.total`."""
+        bank, summed = self.bank, self.summed_rows[0]
         self.collective.all_reduce_sum(bank.total.storage)
         outcome.gradient_norm = self.update.gradient_norm(summed)
         if math.isfinite(outcome.gradient_norm):
             self.update.prepare_shared(bank, summed, self._summed_scale(outcome))
+
+    def correct_one_row(
+        self, gradients: Sequence[Tensor | None], outcome: RoundOutcome, alone: Callable[[], Iterable[list[Tensor]]]
+    ) -> None:
+        """Step the one row of all learners by the mean of their gradients, given the sum, in layout order.
+
+        If the sum is not finite, gradients that are not are left out: `alone` gives those of each learner.
+        """
+        bank, update = self.bank, self.update
+        copy_present(bank.summed_gradients, gradients)
+        summed = self.summed_rows[0]
+        if not all(map(math.isfinite, [*outcome.losses, update.gradient_norm(summed)])):
+            bank.total.zero_row(0)
+            for learner, own in enumerate(alone()):
+                outcome.finite[learner] = math.isfinite(norm(own)) and math.isfinite(outcome.losses[learner])
+                if outcome.finite[learner]:
+                    add_present(bank.summed_gradients, own)
+        self._sum_over_devices(outcome)
+        steps = [self.next_summed_step(learner, outcome) for learner in range(bank.num_learners)]
+        if steps[0] is not None:
+            update.correct(0, summed, outcome.plan.averaging, steps[0])
+
+    def gradients_alone(self, plan: Round, batch: Batch, shared: bool) -> Iterator[list[Tensor]]:
+        """Yield each learner's gradient by its module, on its part of `[K, B, ...]` or the batch that all share."""
+        for learner in range(self.bank.num_learners):
+            own = batch if shared else batch.map(itemgetter(learner))
+            self.seed_dropout(learner, plan)
+            with kept_buffers(self.bank.module(learner)), OwnDraws(self.bank.generators[learner]):
+                found = self._gradient_in_parts(learner, own, self.accumulate)
+            yield found
 
     def _summed_scale(self, outcome: RoundOutcome) -> float:
         """Return the factor that turns the sum of gradients into their mean, clipped."""

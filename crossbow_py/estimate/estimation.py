@@ -23,7 +23,7 @@ from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.data.streaming.items import ItemData
 from crossbow_py.data.streaming.streamed_data import Key, StreamedData
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
-from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.engine.executors import EXECUTORS, has_one_row
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.serial import SerialExecutor
@@ -190,10 +190,11 @@ def _recommended(
 
 def _job(config: EstimateConfig, precision: Precision, on_gpu: bool) -> Job:
     executor = EXECUTORS.get(config.executor)
-    order = executor.ORDER if executor is not None else None
+    order, mean = executor.ORDER if executor is not None else None, config.averaging.gradient_mean
     return Job(
         nn.functional.cross_entropy, config.optimizer, config.averaging, precision, config.channels_last,
         order or ("blocks" if on_gpu else "rows"), config.accumulate,
+        one_row=not on_gpu and has_one_row(config.executor, torch.device("cpu"), config.optimizer, mean),
     )  # fmt: skip
 
 

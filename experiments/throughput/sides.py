@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from crossbow_py.averaging import SMA, AveragingRule
+from crossbow_py.averaging import SMA, AveragingRule, SynchronousSGD
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.telemetry.console import ConsoleListener
@@ -30,7 +30,9 @@ ALL_SIDES = (*SINGLE_SIDES, *EXECUTOR_SIDES, AUTO)
 _NEVER = 10**9
 # Without averaging learners still share the samples out: independent ones would all see the same batches, which `fused`
 # makes use of.
-_RULES: dict[str, AveragingRule] = {"sma": SMA(), "none": SMA(averaging_period=_NEVER)}
+_RULES: dict[str, AveragingRule] = {
+    "sma": SMA(), "none": SMA(averaging_period=_NEVER), "synchronous_sgd": SynchronousSGD(),
+}  # fmt: skip
 _ENDLESS_EPOCHS = 1e6
 
 

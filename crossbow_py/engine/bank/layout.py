@@ -96,6 +96,7 @@ class Rows:
         rows: the number of rows; 1 makes a flat vector.
         dtype, device: those of the tensor.
         order: the order of rows and blocks in memory, see the module's docstring.
+        alike: whether all rows are one, the same memory.
 
     Attributes:
         offsets: the offset of each block in the storage; in `blocks` its rows follow one another.
@@ -103,9 +104,16 @@ class Rows:
     """
 
     def __init__(
-        self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device, order: Order = "blocks"
+        self,
+        layout: Layout,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        order: Order = "blocks",
+        alike: bool = False,
     ) -> None:
-        self.layout, self.num_rows, self.order, self.num_loads = layout, rows, order, 0
+        self.layout, self.num_rows, self.order, self.alike, self.num_loads = layout, rows, order, alike, 0
+        aliases, rows = (rows, min(rows, 1)) if alike else (1, rows)
         repeat = rows if order == "blocks" else 1
         self.offsets: list[int] = []
         self._row_length = 0
@@ -125,11 +133,13 @@ class Rows:
             ]
             views = [self.storage[at : at + own.numel] for at, own in zip(starts, layout.blocks, strict=True)]
             self._rows.append(views)
+        self._rows = self._rows * aliases
         if order == "blocks":
             self._trained = self._rows
         else:
             length = self._row_length
-            self._trained = [self._pieces(self.storage[row * length : (row + 1) * length]) for row in range(rows)]
+            pieces = [self._pieces(self.storage[row * length : (row + 1) * length]) for row in range(rows)]
+            self._trained = pieces * aliases
 
     def _pieces(self, whole: Tensor) -> list[Tensor]:
         """Return the values of a storage in a piece for each kind and group."""
@@ -207,7 +217,7 @@ class Rows:
         """Return views `[K, *shape]` by name of K = `num_rows` rows from `first` on; in `blocks` contiguous along K."""
         views = {}
         for base, block in zip(self.offsets, self.layout.blocks, strict=True):
-            stride = block.numel if self.order == "blocks" else self._row_length
+            stride = 0 if self.alike else block.numel if self.order == "blocks" else self._row_length
             begin = self.storage.storage_offset() + base + first * stride
             rows = self.storage.as_strided((num_rows, block.numel), (stride, 1), begin)
             views[block.name] = self._shape(rows, (num_rows,), block)
@@ -233,7 +243,7 @@ class Rows:
 
     def copy_row(self, row: int, source: Rows, source_row: int = 0) -> None:
         """Copy a row of another `Rows` with the same layout."""
-        if self.layout.blocks:
+        if self.layout.blocks and not (source is self and self.alike):
             torch._foreach_copy_(self.flat(row), source.flat(source_row))
 
     def zero_row(self, row: int) -> None:
@@ -365,8 +375,14 @@ def add_present(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> 
 
 
 def clone_all(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies on the host."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
+    """Return copies on the host; rows that are one memory are one there too."""
+
+    def clone(value: Tensor) -> Tensor:
+        alike = value.ndim > 0 and value.stride(0) == 0 and value.shape[0] > 1
+        own = value[:1] if alike else value
+        return own.detach().to("cpu", copy=True).expand(value.shape)
+
+    return {name: clone(value) for name, value in values.items()}
 
 
 def norm(vectors: Sequence[Tensor]) -> float:

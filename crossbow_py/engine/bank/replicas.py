@@ -64,11 +64,14 @@ class ReplicaBank:
         matrices: the names of the parameters that the optimizer takes as matrices.
         groups: the optimizer's groups of parameters, for those in one.
         row_optimizer: makes what steps a row from its blocks, weights and gradients, if that keeps its own state.
+        one_row: whether learners have one row of weights, gradients and state, as is right where all step by the same
+            gradients.
         shares_base: whether frozen parameters are the same for all learners, and held once.
         base: those of another bank, to share with it.
 
     Attributes:
         base: frozen parameters, which are in none of the `Rows`.
+        one_row: as given; gradients are then one row for all learners, their sum or mean.
         weights, gradients, corrections, state: `Rows [capacity, P]`; the optimizer's state by name.
         buffers: floating-point buffers, `Rows [capacity, buffer values]`.
         z, z_prev, total: `Rows [1, P]`: the average model, the one before it, and the sum of the last corrections.
@@ -101,9 +104,11 @@ class ReplicaBank:
         matrices: Collection[str] = (),
         groups: Mapping[str, int] | None = None,
         row_optimizer: MakeRowOptimizer | None = None,
+        one_row: bool = False,
         shares_base: bool = True,
         base: FrozenBase | None = None,
     ) -> None:
+        self.one_row = one_row
         self.device, self.precision, self.state_names = device, precision, state_names
         self._row_optimizer = row_optimizer
         self.num_devices, self.device_index = num_devices, device_index
@@ -115,6 +120,7 @@ class ReplicaBank:
         self.base = base or FrozenBase(template, rows, precision, device, channels_last)
         self.num_learners, self._training, self._gradient_mean = num_learners, training, gradient_mean
         self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3)) if training else [self._rows(1)] * 3
+        self._summed_gradients: list[Tensor] = []
         self.velocity = self._rows(1) if has_velocity else None
         self.total_squares: Tensor | None = None
         self._allocate(max(capacity or num_learners, num_learners))
@@ -167,7 +173,7 @@ class ReplicaBank:
         return self._rows(1)
 
     def _rows(self, rows: int) -> Rows:
-        return Rows(self.layout, rows, self.precision.master, self.device, self.order)
+        return Rows(self.layout, rows, self.precision.master, self.device, self.order, self.one_row)
 
     def _allocate(self, capacity: int) -> None:
         self.capacity = capacity
@@ -179,7 +185,7 @@ class ReplicaBank:
             self.base = FrozenBase(self.template, capacity, self.precision, self.device, self.layout.channels_last)
         self.shadow = self.weights
         if self.precision.has_shadow:
-            self.shadow = Rows(self.layout, capacity, self.precision.compute, self.device, self.order)
+            self.shadow = Rows(self.layout, capacity, self.precision.compute, self.device, self.order, self.one_row)
         self.step_counts = [0] * capacity
         # Shapes without memory, on "meta", have no generator of their own.
         drawn_on = "cpu" if self.device.type == "meta" else self.device
@@ -266,6 +272,12 @@ class ReplicaBank:
             views = list(self.gradients.stacked(len(learners), learners.start).values())
             self._stacked_gradients[learners] = views
         return self._stacked_gradients[learners]
+
+    @property
+    def summed_gradients(self) -> list[Tensor]:
+        """Views `[*shape]` of `total`, in layout order, where gradients of all learners are summed."""
+        self._summed_gradients = self._summed_gradients or list(self.total.shaped().values())
+        return self._summed_gradients
 
     def trained_row(self, learner: int) -> TrainedRow:
         """Return the vectors that a correction task works on."""
@@ -373,7 +385,7 @@ class ReplicaBank:
         In the average, the state of non-finite learners whose weights are lost counts as zero. `add` sums a vector
         over devices in place.
         """
-        for rows in self.state.values() if momentum == "average" else ():
+        for rows in self.state.values() if momentum == "average" and not self.one_row else ():
             for learner in self._lost(nonfinite):
                 rows.zero_row(learner)
             for stacked in rows.stacked(self.num_learners).values():
@@ -387,7 +399,9 @@ class ReplicaBank:
             self._zero_state(learner)
 
     def _zero_state(self, learner: int) -> None:
-        for rows in (self.corrections, *self.state.values()) if self._training else ():
+        # A new learner has the state of the others where all have one row.
+        writes = self._training and not (self.one_row and learner > 0)
+        for rows in (self.corrections, *self.state.values()) if writes else ():
             rows.zero_row(learner)
         if self.optimizers:
             self.optimizers[learner].reset()

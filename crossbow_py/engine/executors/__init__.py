@@ -10,6 +10,7 @@ import pkgutil
 
 import torch
 
+from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.fused import FusedExecutor
@@ -18,6 +19,7 @@ from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.executors.threads import ThreadsExecutor
 from crossbow_py.engine.trust import why_not
+from crossbow_py.engine.update.optimizers import Optimizer
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -63,4 +65,17 @@ def candidates(device: torch.device) -> list[str]:
     return [name for name in able if not EXECUTORS[name].EXPERIMENTAL]
 
 
-__all__ = ["EXECUTORS", "Executor", "SerialExecutor", "ThreadsExecutor", "candidates", "check_executor", "check_name"]
+def has_one_row(name: str, device: torch.device, optimizer: Optimizer, mean: GradientMean | None) -> bool:
+    """Return whether learners are one row of a bank: they stay equal, and executor and optimizer allow it.
+
+    Groups that are clipped need the norms of the mean's parts, and torch's own optimizers keep a state for each row.
+    """
+    alike = mean is not None and mean.group_size is None
+    steps = not optimizer.clips_groups and not optimizer.KEEPS_OWN_STATE
+    return name in EXECUTORS and EXECUTORS[name].HAS_ONE_ROW and device.type == "cpu" and alike and steps
+
+
+__all__ = [
+    "EXECUTORS", "Executor", "SerialExecutor", "ThreadsExecutor", "candidates", "check_executor", "check_name",
+    "has_one_row",
+]  # fmt: skip

@@ -43,6 +43,7 @@ class Executor(ABC):
     DEVICE: str | None = None  # the only type of device it runs on; None is any
     ORDER: Order | None = None  # the order of rows it needs in the bank; None is the device's default
     FUSES = False  # whether it runs learners in one graph, which is exported from the model
+    HAS_ONE_ROW = False  # whether, on CPUs, learners that stay equal are one row of the bank
     SPLITS_OPERATORS = True  # whether, on CPUs, it splits operators over torch's threads, which wait for each other
     EXPERIMENTAL = False  # whether `auto` never chooses it
 

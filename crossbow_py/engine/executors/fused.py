@@ -18,7 +18,7 @@ are one group, so a round's order is that of its tasks, and needs no scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
@@ -91,6 +91,7 @@ class FusedExecutor(Executor):
     NAME = "fused"
     FUSES = True
     ORDER = "blocks"
+    HAS_ONE_ROW = True
 
     def __init__(self, tasks: RoundTasks, device: CudaStreams | None = None, kernels: bool | None = None) -> None:
         super().__init__(tasks)
@@ -104,7 +105,8 @@ class FusedExecutor(Executor):
         elif bank.order == "blocks":
             device = device or CudaStreams(bank.device)
         self._pass_notes = PassNotes()
-        in_one = bank.order == "blocks" and not tasks.update.optimizer.clips_groups  # whose norms are taken row by row
+        by_row = tasks.update.optimizer.clips_groups  # by norms that are taken row by row
+        in_one = bank.order == "blocks" and not bank.one_row and not by_row
         self._rows = StackedRows(bank) if in_one else None
         self._device = device
         # On CPU a sum over devices blocks the thread that asks for it; with NCCL the host does not wait.
@@ -200,10 +202,26 @@ class FusedExecutor(Executor):
     def _run(self, outcome: RoundOutcome) -> None:
         with self.computing(), self.span("pass", ALL_LEARNERS, outcome.plan.index):
             gradients = learn_fused(self.tasks, self._pass, outcome)
+        if self.tasks.bank.one_row:
+            self._correct_one_row(gradients, outcome)
+            return
         if outcome.plan.averaging is not None:
             self._wait_for_z()
         with self.computing(), self.span("update", ALL_LEARNERS, outcome.plan.index):
             self._update(gradients, outcome)
+        self._note_pass()
+
+    def _correct_one_row(self, gradients: Sequence[Tensor | None], outcome: RoundOutcome) -> None:
+        """Step the row of all learners, given the sums of gradients."""
+        plan, tasks, shared = outcome.plan, self.tasks, self._pass.shares(outcome.plan)
+
+        def alone() -> Iterator[list[Tensor]]:
+            return tasks.gradients_alone(plan, self._pass.batch(plan), shared)
+
+        with self.computing(), self.span("update", ALL_LEARNERS, plan.index):
+            if plan.compares:
+                outcome.comparison = comparison_of(alone())
+            tasks.correct_one_row(gradients, outcome, alone)
         self._note_pass()
 
     def _note_pass(self) -> None:

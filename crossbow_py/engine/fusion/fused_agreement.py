@@ -56,7 +56,8 @@ _APART = 0.02  # relative distance of the second learner's weights from the firs
 class Comparison:
     """Everything a comparison depends on: the model, the data and loss that it is to be trained on, and its bank.
 
-    `shared` says whether learners take the same batches, and `accumulate` in how many micro-batches each.
+    `shared` says whether learners take the same batches, `accumulate` in how many micro-batches each, and `one_row`
+    whether they have one row of weights.
     """
 
     template: nn.Module
@@ -67,6 +68,7 @@ class Comparison:
     shared: bool
     accumulate: int = 1
     shares_base: bool = True
+    one_row: bool = False
 
     @property
     def example(self) -> Tree:
@@ -83,7 +85,7 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
     bank = tasks.bank
     compared = Comparison(
         bank.template, tasks.feed, tasks.loss, bank.precision, bank.layout.channels_last, _shares_batches(tasks),
-        tasks.accumulate, bank.base.is_shared,
+        tasks.accumulate, bank.base.is_shared, bank.one_row,
     )  # fmt: skip
     require_agreement(compared)
     try:
@@ -158,14 +160,22 @@ class _Passes:
         """
         self.seed()
         with compare.kept_buffers(*(self.bank.module(learner) for learner in fused.learners)):
-            learned = fused.learn(batch, shared)
             found = []
-            for row, learner in enumerate(fused.learners[:rows]):
-                own = [None if each is None else each[row] for each in learned.gradients]
-                own = [each if each is None else each.clone() for each in own] if copies else own
-                gradients = dict(zip(self.names, own, strict=True))
-                found.append(compare.values_of(learned.losses[row], gradients, self.bank.module(learner)))
+            losses, gradients = self._learned(fused, batch, shared, range(len(fused.learners))[:rows])
+            for learner, loss, own in zip(fused.learners, losses, gradients, strict=False):
+                kept = [each if each is None else each.clone() for each in own] if copies else own
+                named = dict(zip(self.names, kept, strict=True))
+                found.append(compare.values_of(loss, named, self.bank.module(learner)))
         return found
+
+    def _learned(
+        self, fused: FusedPass, batch: Batch, shared: bool, rows: range
+    ) -> tuple[Tensor, list[list[Tensor | None]]]:
+        """Return losses, and gradients learner by learner."""
+        if self.bank.one_row:
+            return fused.learn_apart(batch, shared, rows)
+        learned = fused.learn(batch, shared)
+        return learned.losses, [[None if each is None else each[row] for each in learned.gradients] for row in rows]
 
 
 def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
@@ -252,7 +262,7 @@ def require_agreement(compared: Comparison, kernels: bool = False) -> None:
     part = part_for(compared.loss)
     key = (
         batch_key(example), compared.precision.name, compared.channels_last, compared.shared, kernels, part,
-        compared.shares_base,
+        compared.shares_base, compared.one_row,
     )  # fmt: skip
 
     def check() -> None:
@@ -323,12 +333,13 @@ class _Pair(_Passes):
             template, len(_LEARNERS), device=next(template.parameters()).device, precision=compared.precision,
             state_names=(), channels_last=compared.channels_last, order="blocks",
             training=kernels,  # which write gradients to rows
-            shares_base=compared.shares_base,
+            one_row=compared.one_row, shares_base=compared.shares_base,
         )  # fmt: skip
         for learner in _LEARNERS:
             bank.module(learner).train()
-        compare.move(list(bank.weights.shaped(1).values()), _APART)
-        bank.refresh_shadow(1)
+        if not bank.one_row:
+            compare.move(list(bank.weights.shaped(1).values()), _APART)
+            bank.refresh_shadow(1)
         update = TorchUpdate(SGD(), Independent())
         tasks = RoundTasks(
             bank, update=update, feed=compared.feed, loss=compared.loss, seed=0, collective=Collective(),

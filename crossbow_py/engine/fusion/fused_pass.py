@@ -40,7 +40,10 @@ LossOfAll = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Learned(NamedTuple):
-    """The results of all learners: losses `[K]`, right predictions `[K]` or None, and gradients `[K, *shape]`."""
+    """The results of all learners: losses `[K]`, right predictions `[K]` or None, and gradients `[K, *shape]`.
+
+    Where learners have one row of weights, gradients are sums over them, `[*shape]`.
+    """
 
     losses: Tensor
     num_correct: Tensor | None
@@ -111,7 +114,8 @@ class FusedPass:
         if tasks.accumulate == 1:
             return self.learn(batch, shared)
         assert not self.graph.written, "kernels write gradients to where those of micro-batches are added"
-        rows, losses, parts = tasks.bank.stacked_gradients(self.learners), list[Tensor](), list[Compared]()
+        bank, losses, parts = tasks.bank, list[Tensor](), list[Compared]()
+        rows = bank.summed_gradients if bank.one_row else bank.stacked_gradients(self.learners)
         for part, share in tasks.micro_batches(batch, lead):
             # A copy, because operators over learners need those of a part end to end.
             outputs, targets = self._compared(part if shared else part.map(torch.clone), shared)
@@ -144,12 +148,18 @@ class FusedPass:
         correct = correct_of_parts([(detached(outputs), targets)], self._tasks.ignored, size, 1)
         return Learned(losses.detach(), correct, gradients)
 
-    def _gradients(self, of: Tensor, given: Tensor | None) -> list[Tensor | None]:
-        """Return gradients in the order of the layout."""
+    def learn_apart(self, batch: Batch, shared: bool, rows: Sequence[int]) -> tuple[Tensor, list[list[Tensor | None]]]:
+        """Return the losses of all learners and the gradients of some of these, also where they have one row."""
+        outputs, targets = self._compared(batch, shared)
+        losses = self._losses(in_format(outputs, self._tasks.bank.precision.master), targets)
+        return losses.detach(), [self._gradients(losses[row], None, keeps=True) for row in rows]
+
+    def _gradients(self, of: Tensor, given: Tensor | None, keeps: bool = False) -> list[Tensor | None]:
+        """Return gradients in the order of the layout; the graph of autograd stays if it `keeps` it."""
         graph, trained = self.graph, self.graph.trained
         asked = [name for name in trained if name not in graph.written]
         leaves = [graph.anchor, *(trained[name] for name in asked)] if graph.written else list(trained.values())
-        found = torch.autograd.grad(of, leaves, given, allow_unused=True)
+        found = torch.autograd.grad(of, leaves, given, retain_graph=keeps, allow_unused=True)
         if not graph.written:
             if any(gradient is None for gradient in found):
                 self._tasks.tell_missing_gradients(found)

@@ -58,7 +58,8 @@ class FusedGraph:
         part: gives what is needed of an output.
 
     Attributes:
-        trained: the trained parameters `[K, *shape]`, in the order of the layout: leaves of autograd.
+        trained: the trained parameters `[K, *shape]`, or `[*shape]` if learners have one row, in the order of the
+            layout: leaves of autograd.
         looped: operators without a rule, which run learner by learner; known after the first run.
         notes: messages for the user about slower operation.
         written: parameters whose gradients the backward pass writes to the bank's rows, without autograd.
@@ -217,6 +218,9 @@ class FusedGraph:
             {name: own.data for name, own in rows.stacked(*own_rows).items()}
             for rows in (bank.weights, bank.shadow, bank.buffers)
         )
+        if bank.one_row:
+            rows_of_all = bank.weights.shaped(), bank.shadow.shaped()
+            master, shadow = ({name: own.data for name, own in rows.items()} for rows in rows_of_all)
         own = dict(bank.module(0).named_parameters())
         trained = {
             name: (master[name] if own[name].dtype == bank.precision.master else shadow[name]).requires_grad_(
@@ -293,7 +297,7 @@ class FusedGraph:
         if kind is InputKind.CONSTANT_TENSOR:
             return Fused(self._constants[name], Layout.SHARED)
         if name in self.trained:
-            return Fused(self.trained[name], Layout.STACK)
+            return Fused(self.trained[name], Layout.SHARED if self._bank.one_row else Layout.STACK)
         value = self._shared_buffers.get(name) or self._others[name]
         if isinstance(value, PerLearner) and node not in self._written:
             return Fused(torch.stack(value.tensors), Layout.STACK)  # a few integers, such as a mask or indices

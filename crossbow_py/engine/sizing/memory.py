@@ -135,6 +135,7 @@ class ModelSizes:
         num_frozen: the number of values of frozen parameters.
         num_frozen_copies: of these, how many are also there in compute precision.
         shares_base: whether all learners share these.
+        one_row: whether all learners have one row of weights, gradients and state.
     """
 
     parameters: tuple[int, ...]
@@ -151,6 +152,11 @@ class ModelSizes:
     num_frozen: int = 0
     num_frozen_copies: int = 0
     shares_base: bool = True
+    one_row: bool = False
+
+    def rows(self, num_learners: int) -> int:
+        """Return the number of rows that K learners have in the bank, besides buffers."""
+        return 1 if self.one_row else num_learners
 
     @property
     def num_values(self) -> int:
@@ -167,10 +173,10 @@ class ModelSizes:
 
         With padding.
         """
-        k, master = num_learners, self.master_bytes
-        rows = (3 + self.num_states) * _rows_bytes(self.parameters, k, master, self.order)
+        k, own, master = num_learners, self.rows(num_learners), self.master_bytes
+        rows = (3 + self.num_states) * _rows_bytes(self.parameters, own, master, self.order)
         if self.compute_bytes != master:
-            rows += _rows_bytes(self.parameters, k, self.compute_bytes, self.order)
+            rows += _rows_bytes(self.parameters, own, self.compute_bytes, self.order)
         buffers = _rows_bytes(self.buffers, k, master, "blocks")
         if self.has_ema:
             buffers += _rows_bytes(self.buffers, 1, master, "blocks")
@@ -311,14 +317,14 @@ ON_HOST = HeldBack(
 
 def breakdown(model: LearnerModel, batch_size: int, num_learners: int, at_once: int) -> Mapping[str, int]:
     """Return `predicted_bytes` by purpose; the values add up to it."""
-    own = model.learner(batch_size)
+    own, rows = model.learner(batch_size), model.sizes.rows(num_learners)
     parts = {
-        "weights": num_learners * own.weights,
+        "weights": rows * own.weights,
         "frozen weights": model.sizes.base_bytes(num_learners),
-        "gradients": num_learners * own.gradients,
-        "corrections": num_learners * own.corrections,
-        "optimizer state": num_learners * own.state,
-        "copies in the compute format": num_learners * own.shadow,
+        "gradients": rows * own.gradients,
+        "corrections": rows * own.corrections,
+        "optimizer state": rows * own.state,
+        "copies in the compute format": rows * own.shadow,
         "buffers": num_learners * own.buffers,
         "average model (z, z_prev, sum of corrections)": 3 * own.weights,
         "velocity of z": own.weights if model.sizes.has_velocity else 0,
@@ -437,7 +443,7 @@ class Job:
     """The settings of training that memory depends on.
 
     `order` is that of the bank's rows, and `accumulate` the number of micro-batches of a learner's step. Frozen
-    parameters are there once if learners share their base.
+    parameters are there once if learners share their base, and everything trained if they have `one_row`.
     """
 
     loss: Loss
@@ -448,6 +454,7 @@ class Job:
     order: Order = "blocks"
     accumulate: int = 1
     shares_base: bool = True
+    one_row: bool = False
 
 
 def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
@@ -472,4 +479,5 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
         num_frozen=sum(frozen.values()),
         num_frozen_copies=sum(own for name, own in frozen.items() if job.precision.has_shadow and name not in full),
         shares_base=job.shares_base,
+        one_row=job.one_row,
     )

@@ -60,6 +60,7 @@ class Optimizer(Settings, ABC):
     NAME: ClassVar[str]
     STATE: ClassVar[tuple[str, ...]]
     NATIVE_STEP: ClassVar[int | None] = None
+    KEEPS_OWN_STATE: ClassVar[bool] = False  # whether `row_optimizer` has the state, and not rows of the bank
     TAKES_MATRICES: ClassVar[bool] = False  # whether there are `matrices`, which are prepared before a step
 
     learning_rate: PerLearner
@@ -493,6 +494,7 @@ class TorchOptimizer(Optimizer):
 
     NAME: ClassVar[str] = "torch"
     STATE: ClassVar[tuple[str, ...]] = ()
+    KEEPS_OWN_STATE: ClassVar[bool] = True
 
     learning_rate: PerLearner = setting(0.01, "γ before the schedule; a list gives each learner its own", minimum=0)
     weight_decay: PerLearner = setting(0.0, "λ, whatever the target makes of it", minimum=0)

@@ -19,7 +19,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
-from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
+from crossbow_py.engine.executors import EXECUTORS, Executor, candidates, has_one_row
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.fusion.fused_agreement import Comparison, require_agreement
 from crossbow_py.engine.fusion.writes import FusionError
@@ -61,22 +61,28 @@ def choose_executor(
     rule, loss = update.rule, copied_loss(loss)
     shared = not rule.has_central_model or settings.num_learners == 1
     like = choices.precision, settings.channels_last, shared, settings.accumulate, shares_base
-    compared = Comparison(template, feed, loss, *like)
+    whole = Comparison(template, feed, loss, *like)
+
+    def compared(name: str) -> Comparison:
+        one_row = has_one_row(name, choices.device, update.optimizer, rule.gradient_mean)
+        return dataclasses.replace(whole, one_row=one_row)
+
     one_shape, feed = feed.one_shape, feed.for_measuring()
     fuses = choices.executor != "auto" and EXECUTORS[choices.executor].FUSES
-    if fuses and (reason := why_not_fused(compared)):
+    if fuses and (reason := why_not_fused(compared(choices.executor))):
         raise UserError(f"executor={choices.executor} cannot run this model: {reason}; set executor=auto.")
     if choices.executor != "auto":
         return choices, []
     known = RememberedAnswers("executor", cache)
     remembered = known.recall(key := _fingerprint(template, settings, choices, update, feed, num_ranks))
     possible = _candidates(settings, choices, num_ranks, one_shape)
-    if remembered in possible and still_runs(remembered, compared):
+    if remembered in possible and still_runs(remembered, compared(remembered)):
         note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
         return dataclasses.replace(choices, executor=remembered), [note]
     announce("Measuring which executor is the fastest for a run like this, once; it takes some seconds.")
-    if any(EXECUTORS[name].FUSES for name in possible):
-        why_not_fused(compared)  # on real data: candidates may be measured on one sample, repeated
+    for name in possible:
+        if EXECUTORS[name].FUSES:
+            why_not_fused(compared(name))  # on real data: candidates may be measured on one sample, repeated
 
     make_bank = partial(new_bank, template, gradient_mean=update.rule.gradient_mean, shares_base=shares_base)
 
@@ -203,4 +209,5 @@ def new_bank(
         device_index=device_index, has_velocity=has_velocity, gradient_mean=gradient_mean,
         matrices=optimizer.matrices(template), groups=optimizer.group_numbers(template),
         row_optimizer=optimizer.row_optimizer, shares_base=shares_base,
+        one_row=has_one_row(executor, choices.device, optimizer, gradient_mean),
     )  # fmt: skip

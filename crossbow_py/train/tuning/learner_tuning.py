@@ -12,7 +12,7 @@ from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
-from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.engine.executors import EXECUTORS, has_one_row
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.goodput import NoiseScale
 from crossbow_py.engine.modules.losses import Loss
@@ -94,7 +94,10 @@ def learner_bound(
     if settings.num_learners != "auto" or settings.max_learners == 1:
         return settings.max_learners, []
     order = EXECUTORS[choices.executor].ORDER or ("rows" if choices.device.type == "cpu" else "blocks")
-    job = Job(loss, optimizer, rule, choices.precision, settings.channels_last, order, settings.accumulate, shares_base)
+    job = Job(
+        loss, optimizer, rule, choices.precision, settings.channels_last, order, settings.accumulate, shares_base,
+        has_one_row(choices.executor, choices.device, optimizer, rule.gradient_mean),
+    )  # fmt: skip
     try:
         fitting = learners_that_fit(
             template, batch.inputs, batch.targets, job,

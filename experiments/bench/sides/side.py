@@ -13,7 +13,9 @@ SINGLE_SIDES = ("default_loop", "tuned_single")
 EXECUTOR_SIDES = tuple(EXECUTORS)
 AUTO = "auto"
 OPEN = 0
-AVERAGING_WORDS = {"sma": "with SMA", "none": "without averaging"}
+AVERAGING_WORDS = {
+    "sma": "with SMA", "none": "without averaging", "synchronous_sgd": "with averaged gradients",
+}  # fmt: skip
 
 Executor = Literal["auto", "serial", "threads", "fused", "streams"]
 
@@ -25,7 +27,7 @@ class Side:
     Attributes:
         side: its name.
         num_learners: K; OPEN where every window says how many it wants, and for `auto` until it has settled.
-        averaging: sma, or none: learners that never meet, or a side of one plain model.
+        averaging: sma, synchronous_sgd, or none: learners that never meet, or a side of one plain model.
         precision: fp32 or bf16.
     """
 

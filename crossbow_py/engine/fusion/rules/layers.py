@@ -43,7 +43,7 @@ def convolution(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _with_shared_filters(call: Call, named: dict[str, Any]) -> Fused:
     own, weight, bias = named["input"], named["weight"], named["bias"]
-    is_shared = _all_shared(bias)
+    is_shared = all_shared(bias)
     shift = bias.tensor if bias and is_shared else None
     if own.layout is Layout.SHARED:
         found = run(call.target, {**named, "input": own.tensor, "weight": weight.tensor, "bias": shift}).unsqueeze(0)
@@ -63,7 +63,8 @@ def _folded(call: Call, named: dict[str, Any], key: str) -> Fused:
     return Fused(split_learners(result, 0, call.num_learners), Layout.STACK)
 
 
-def _all_shared(*values: Fused | None) -> bool:
+def all_shared(*values: Fused | None) -> bool:
+    """Return whether all learners have the same values, as far as there are some."""
     return all(value is None or value.layout is Layout.SHARED for value in values)
 
 
@@ -85,23 +86,73 @@ def _is_thin(images: Tensor) -> bool:
 
 @rule("batch_norm", "instance_norm")
 def batch_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Normalise K·C channels, and update the bank's statistics in place; with shared ones, K times the samples."""
+    """Normalise K·C channels, and update the bank's statistics in place; with shared ones, K times the samples.
+
+    With a shared scale and shift, each learner's samples are normalised where they are, without a copy.
+    """
     named = arguments_by_name(call, args, kwargs)
     shared = ("weight", "bias", "running_mean", "running_var")
     by_batch = named["training"] if "training" in named else named["use_input_stats"] and named["running_mean"]
-    if not by_batch and _all_shared(*(named[name] for name in shared)) and named["input"].layout is Layout.STACK:
+    if not by_batch and all_shared(*(named[name] for name in shared)) and named["input"].layout is Layout.STACK:
         return _folded(call, named | _tensors(named, *shared), "input")
+    if base_name(call.target) == "batch_norm" and by_batch and _is_normalised_in_place(named):
+        own, momentum, eps = call.stack(named["input"]), named["momentum"], named["eps"]
+        means, variances = named["running_mean"], named["running_var"]
+        statistics = [None if each is None else call.stack(each) for each in (means, variances)]
+        given = *_tensors(named, "weight", "bias").values(), *statistics, momentum, eps
+        return Fused(_NormOfLearners.apply(own, *given), Layout.STACK)  # type: ignore[no-untyped-call]
     named["input"] = call.channels(named["input"])
     for name in ("weight", "bias", "running_mean", "running_var"):
         named[name] = _flat(call, named[name])
     return Fused(run(call.target, named), Layout.CHANNELS)
 
 
+def _is_normalised_in_place(named: Mapping[str, Any]) -> bool:
+    """Return whether learners are best normalised one by one: on CPUs, where samples of each lie together."""
+    own, scales = named["input"], (named["weight"], named["bias"])
+    together = own.layout is Layout.STACK and own.tensor.device.type == "cpu" and _folds(own.tensor)
+    return together and None not in scales and all_shared(*scales)
+
+
+class _NormOfLearners(torch.autograd.Function):
+    """BatchNorm of `[K, B, C, ...]` by each learner's own statistics, with one scale and shift `[C]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: Tensor, weight: Tensor, bias: Tensor, means: Tensor | None, variances: Tensor | None,
+        momentum: float, eps: float,
+    ) -> Tensor:  # fmt: skip
+        """Return normalised values, and update running statistics `[K, C]` in place."""
+        result, saved = torch.empty_like(own), weight.new_empty(2, len(own), len(weight), dtype=weight.dtype)
+        for j, each in enumerate(own):
+            statistics = [None if rows is None else rows[j] for rows in (means, variances)]
+            out = {"out": result[j], "save_mean": saved[0, j], "save_invstd": saved[1, j]}
+            torch.ops.aten.native_batch_norm.out(each, weight, bias, *statistics, True, momentum, eps, **out)
+        ctx.save_for_backward(own, weight, saved)
+        ctx.eps = eps
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of values, scale and shift."""
+        (gradient,), (own, weight, saved) = outputs, ctx.saved_tensors
+        found = [
+            torch.ops.aten.native_batch_norm_backward(
+                gradient[j], own[j], weight, None, None, *saved[:, j], True, ctx.eps, ctx.needs_input_grad[:3]
+            )
+            for j in range(len(own))
+        ]
+        of_values, of_weight, of_bias = zip(*found, strict=True)
+        whole = torch.cat(of_values).view_as(own) if ctx.needs_input_grad[0] else None
+        needed = zip((of_weight, of_bias), ctx.needs_input_grad[1:3], strict=True)
+        return whole, *(torch.stack(each).sum(0) if is_needed else None for each, is_needed in needed), *[None] * 4
+
+
 @rule("group_norm")
 def group_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Normalise K times as many groups."""
     named = arguments_by_name(call, args, kwargs)
-    if _all_shared(named["weight"], named["bias"]) and named["input"].layout is Layout.STACK:
+    if all_shared(named["weight"], named["bias"]) and named["input"].layout is Layout.STACK:
         folded = call.stack(named["input"]).flatten(0, 1).contiguous()
         result = run(call.target, named | _tensors(named, "weight", "bias") | {"input": folded})
         return Fused(split_learners(result, 0, call.num_learners), Layout.STACK)
@@ -119,7 +170,7 @@ def layer_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Normalise all rows without parameters, and then apply each learner's scale and shift."""
     named = arguments_by_name(call, args, kwargs)
     own, weight, bias = call.stack(named["input"]), named["weight"], named.get("bias")
-    if _all_shared(weight, bias):
+    if all_shared(weight, bias):
         names = ("weight", "bias") if "bias" in named else ("weight",)
         return Fused(run(call.target, named | _tensors(named, *names) | {"input": own}), Layout.STACK)
     rank = own.ndim - 1
@@ -139,8 +190,8 @@ def linear(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     own, weight, bias = named["input"], named["weight"], named["bias"]
     if weight.layout is Layout.SHARED:
         rows = own.tensor.unsqueeze(0) if own.layout is Layout.SHARED else call.stack(own)
-        found = nn.functional.linear(rows, weight.tensor, bias.tensor if bias and _all_shared(bias) else None)
-        if not _all_shared(bias):
+        found = nn.functional.linear(rows, weight.tensor, bias.tensor if bias and all_shared(bias) else None)
+        if not all_shared(bias):
             return Fused(found + with_rank(call.stack(bias), found.ndim - 1), Layout.STACK)
         return Fused(found[0], Layout.SHARED) if own.layout is Layout.SHARED else Fused(found, Layout.STACK)
     weights = call.stack(weight)
@@ -181,7 +232,7 @@ class _BatchedLinear(torch.autograd.Function):
 def product_and_sum(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute a batched product and sum for all learners."""
     assert call.shape is not None, "a product is a tensor"
-    if _all_shared(args[2]) and len(call.shape) == 2 and not kwargs:
+    if all_shared(args[2]) and len(call.shape) == 2 and not kwargs:
         found = torch.matmul(call.stack(args[1]), args[2].tensor)
         return Fused(found + with_rank(call.stack(args[0]), 2), Layout.STACK)
     shift, left, right = (with_rank(call.stack(value), len(call.shape)) for value in args)
@@ -196,7 +247,7 @@ def matmul(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     rank = max(rank_of(value) for value in args)
     if min(rank_of(value) for value in args) < 2:
         raise NotFusedError
-    left, right = (value.tensor if _all_shared(value) else with_rank(call.stack(value), rank) for value in args)
+    left, right = (value.tensor if all_shared(value) else with_rank(call.stack(value), rank) for value in args)
     return Fused(torch.matmul(left, right), Layout.STACK)
 
 
@@ -220,8 +271,11 @@ def einsum(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def embedding(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Look up in one table of K·V rows, in which learner j's begin at j·V."""
     named = arguments_by_name(call, args, kwargs)
-    if named["weight"].layout is Layout.SHARED:  # frozen
-        return Fused(nn.functional.embedding(call.stack(named["indices"]), named["weight"].tensor), Layout.STACK)
+    if named["weight"].layout is Layout.SHARED:
+        if named["scale_grad_by_freq"]:  # in each learner's batch
+            raise NotFusedError
+        shared = named | _tensors(named, "weight") | {"indices": call.stack(named["indices"])}
+        return Fused(run(call.target, shared), Layout.STACK)
     table, indices = call.stack(named["weight"]), call.stack(named["indices"])
     # An index beyond a learner's table would read its neighbour's. On CUDA the device checks, without a wait.
     within = (indices >= 0) & (indices < table.shape[1])

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crossbow_py.engine.fusion.rules.layers import linear
-from crossbow_py.engine.fusion.rules.registry import Call, NotFusedError, arguments_by_name, base_name, rule
-from crossbow_py.engine.fusion.values import Fused, Layout
+from crossbow_py.engine.fusion.rules.layers import all_shared, linear
+from crossbow_py.engine.fusion.rules.registry import Call, NotFusedError, arguments_by_name, base_name, rule, run
+from crossbow_py.engine.fusion.values import Fused, Layout, split_learners
 
 _WIDEST_LSTM = 128  # hidden values; see the module's docstring
 _aten = torch.ops.aten
@@ -39,6 +39,8 @@ def lstm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return outputs, the last h and the last c of every layer and direction."""
     named = arguments_by_name(call, args, kwargs)
     hidden = named["hx"][0].tensor
+    if all_shared(*named["params"]):
+        return _of_one_row(call, named, named["hx"])
     plain = hidden.device.type == "cpu" and hidden.dtype == torch.float32
     if plain and hidden.shape[-1] > _WIDEST_LSTM and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         raise NotFusedError
@@ -49,6 +51,8 @@ def lstm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def of_one_state(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return outputs, and the last h of every layer and direction."""
     named = arguments_by_name(call, args, kwargs)
+    if all_shared(*named["params"]):
+        return _of_one_row(call, named, [named["hx"]])
     return _layers(call, named, [named["hx"]])
 
 
@@ -64,6 +68,26 @@ def cell(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     _, last = _direction(call, once, weights, [call.stack(state) for state in given], False)
     found = [Fused(state, Layout.STACK) for state in last]
     return found if has_several else found[0]
+
+
+def _of_one_row(call: Call, named: dict[str, Any], initial: Sequence[Fused]) -> list[Fused]:
+    """Run the operator, whose weights are shared, on the samples of all learners."""
+    if "batch_sizes" in named or (named["dropout"] and named["train"] and named["num_layers"] > 1):
+        raise NotFusedError
+    batch = 0 if named["batch_first"] else 1
+
+    def folded(value: Fused, dim: int) -> Tensor:
+        return call.stack(value).movedim(0, dim).flatten(dim, dim + 1)
+
+    states = [folded(state, 1) for state in initial]
+    weights = [value.tensor for value in named["params"]]
+    given = {"input": folded(named["input"], batch), "hx": states if len(states) > 1 else states[0], "params": weights}
+    found = run(call.target, named | given)
+    dims = [batch, *[1] * len(states)]
+    return [
+        Fused(split_learners(each, dim, call.num_learners).movedim(dim, 0), Layout.STACK)
+        for each, dim in zip(found, dims, strict=True)
+    ]
 
 
 def _layers(call: Call, named: Mapping[str, Any], initial: Sequence[Fused]) -> list[Fused]:

@@ -139,11 +139,11 @@ class Poisoned(nn.Module):
         return self.inner(inputs) * torch.where(inputs > 1e6, math.nan, 1.0).amax(1, keepdim=True)
 
 
-def poisoned(rule, num_learners=3, precision=FP64, non_finite=(1,)):
+def poisoned(rule, num_learners=3, precision=FP64, non_finite=(1,), one_row=False):
     inputs, targets = (value.clone() for value in features(64))
     inputs[...] = inputs.clamp(-2, 2)
     options = {"num_learners": num_learners, "rule": rule, "order": "blocks", "precision": precision}
-    tasks = make_tasks(Poisoned, data=(inputs, targets), **options)
+    tasks = make_tasks(Poisoned, data=(inputs, targets), one_row=one_row, **options)
     starts = plan(tasks, 1).starts
     batch = torch.cat([tasks.feed.batch(starts[learner]).inputs for learner in non_finite])  # in round 1
     for row in range(len(inputs)):
@@ -159,9 +159,11 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
-def test_learner_that_is_not_finite_adds_nothing_and_steps_with_the_others(build):
-    tasks = poisoned(SynchronousSGD())
+@pytest.mark.parametrize(
+    ("build", "one_row"), [*((own, False) for own in BUILDS.values()), (FusedExecutor, True)], ids=[*BUILDS, "one row"]
+)
+def test_learner_that_is_not_finite_adds_nothing_and_steps_with_the_others(build, one_row):
+    tasks = poisoned(SynchronousSGD(), one_row=one_row)
     outcomes = run(build(tasks), tasks, 2)
     assert [o.finite for o in outcomes] == [[True] * 3, [True, False, True]]
     found = rows(tasks.bank)
