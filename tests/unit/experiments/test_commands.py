@@ -49,6 +49,8 @@ SHORT: Mapping[str, str] = {
         for figure in ("training", "inference", "mlp_training", "mlp_inference", "lstm", "gru", "layers", "families",
                        "limits")
     },
+    "averaged_gradients/run": "--models mlp --batch-size 4 --num-learners 2 --executors fused --precision fp32 --seconds 0.05 "
+    "--repetitions 1 --max-foreign-share 9",
     "one_base/run": "--jobs finetune --repetitions 1",
     "overhead/run": "--repetitions 1 --seconds 0.05",
     "preprocessing/run": "--models 1 --rounds 2 --repetitions 1",
@@ -72,7 +74,7 @@ LONG = {
     "grids", "throughput/run", "throughput/suite", "model_batch/run",
     "workers/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
     "ranks/search", "checkpoint/run",
-    "defaults/run", "one_base/run", "memory/run", "many_models/run", "before_and_now/run",
+    "averaged_gradients/run", "defaults/run", "one_base/run", "memory/run", "many_models/run", "before_and_now/run",
 }  # fmt: skip
 # Programs of results that pages show with the command of then: what does it now, if anything.
 FORMER = {
