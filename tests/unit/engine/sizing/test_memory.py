@@ -136,13 +136,15 @@ def test_held_back_leaves_the_rest() -> None:
     assert HeldBack(100, 0.05, "why").limit(90) == 0
 
 
+@pytest.mark.parametrize("one_row", [False, True], ids=["rows", "one row"])
 @pytest.mark.parametrize("order", ["blocks", "rows"])
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
-def test_bank_bytes_are_what_a_bank_allocates(precision: Precision, order: Order) -> None:
+def test_bank_bytes_are_what_a_bank_allocates(precision: Precision, order: Order, one_row: bool) -> None:
     model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(5, 7))
     bank = ReplicaBank(
-        model, 3, device=torch.device("cpu"), precision=precision, state_names=("first", "second"), order=order
-    )
+        model, 3, device=torch.device("cpu"), precision=precision, state_names=("first", "second"), order=order,
+        one_row=one_row,
+    )  # fmt: skip
     rows = [bank.weights, bank.gradients, bank.corrections, *bank.state.values(), bank.buffers]
     rows += [bank.z, bank.z_prev, bank.total, *([bank.shadow] if precision.has_shadow else [])]
     allocated = sum(one.storage.untyped_storage().nbytes() for one in rows) + bank.counters.nbytes
@@ -154,6 +156,7 @@ def test_bank_bytes_are_what_a_bank_allocates(precision: Precision, order: Order
         master_bytes=4,
         compute_bytes=precision.compute.itemsize,
         order=order,
+        one_row=one_row,
     )
     assert sizes.bank_bytes(3) == allocated
     ema = AverageEMA(bank, 1.0)
