@@ -283,6 +283,8 @@ def _compare(compared: Comparison, kernels: bool) -> None:
     with _failing("it cannot be compared with its graph"):
         for learner in _LEARNERS:
             _require(pair.difference(learner, fused[learner]))
+        if pair.part_buffers():
+            _require(pair.difference(1, pair.by_graph()[1]))
         if pair.is_coarse and not kernels and pair.difference(0, fused[0], same=True):
             # In a coarse format rounding hides a lot; running the graph's operators one by one leaves little to it.
             _require(pair.difference(0, pair.one_by_one(), same=True))
@@ -385,6 +387,7 @@ class _Pair(_Passes):
         """Return what fused passes give for both learners; if they share batches, a pass on the batch of each."""
         self.expected(0)  # after which the loss is one that draws nothing
         fused = FusedPass(self.tasks, self._kernels)
+        self._graph = fused.graph
         if not self._shared:
             both = stacked(self._batches)
             return self.together(fused, both, shared=False, copies=self._kernels)
@@ -392,6 +395,15 @@ class _Pair(_Passes):
             self.together(fused, batch, shared=True, copies=self._kernels)[learner]
             for learner, batch in enumerate(self._batches)
         ]
+
+    def part_buffers(self) -> bool:
+        """Move the second learner's buffers that its graph took for the first one's; return whether there are any."""
+        own = dict(self.bank.module(1).named_buffers())
+        found = [own[name] for name in self._graph.shared_buffers() if own[name].is_floating_point()]
+        compare.move(found, _APART)
+        self._expected.pop(1, None)
+        self._controls[1].cache_clear()
+        return bool(found)
 
     def difference(self, learner: int, found: compare.Values, same: bool = False) -> compare.Difference | None:
         """Return where values differ from the learner's own by more than rounding explains; see `furthest`."""

@@ -276,6 +276,10 @@ class FusedGraph:
             self._choose_anew()
         self._shared_buffers = found
 
+    def shared_buffers(self) -> list[str]:
+        """Return the buffers that the last run took as one for all learners; other values make them a row each."""
+        return sorted(self._shared_buffers)
+
     def _returned(self, value: Any, values: Mapping[Node, Any]) -> Any:
         return stack(_resolve(value, values), self._num_learners) if isinstance(value, Node) else value
 

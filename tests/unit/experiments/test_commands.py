@@ -49,8 +49,8 @@ SHORT: Mapping[str, str] = {
         for figure in ("training", "inference", "mlp_training", "mlp_inference", "lstm", "gru", "layers", "families",
                        "limits")
     },
-    "averaged_gradients/run": "--models mlp --batch-size 4 --num-learners 2 --executors fused --precision fp32 --seconds 0.05 "
-    "--repetitions 1 --max-foreign-share 9",
+    "averaged_gradients/run": "--models mlp --batch-size 4 --num-learners 2 --executors fused --precision fp32 "
+    "--seconds 0.05 --repetitions 1 --max-foreign-share 9",
     "one_base/run": "--jobs finetune --repetitions 1",
     "overhead/run": "--repetitions 1 --seconds 0.05",
     "preprocessing/run": "--models 1 --rounds 2 --repetitions 1",

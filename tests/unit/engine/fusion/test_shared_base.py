@@ -6,14 +6,22 @@ What this alone catches: a rule that takes a shared weight for a learner's own, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from crossbow_py import frozen
+from crossbow_py.averaging import Independent
+from crossbow_py.engine.bank.frozen_base import note_only_read
+from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.fusion.rules.registry import RULES, Call
+from crossbow_py.engine.fusion.values import Fused, Layout
+from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import BF16
+from tests.support import features, make_tasks
 from tests.unit.engine.fusion.trio import K, Trio
 
 
@@ -153,6 +161,29 @@ def test_buffers_are_read_as_one_until_a_learner_has_other_values() -> None:
     trio.bank.load_learner(2, trio.models[2])
     trio.check(graph, inputs, shared=True)
     assert not graph._shared_buffers
+
+
+def test_graph_that_is_wrong_only_where_buffers_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_the_first(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Fused:
+        if all(own.layout is Layout.SHARED for own in args):
+            return Fused(torch.matmul(*(own.tensor for own in args)), Layout.SHARED)
+        left, right = (call.stack(own) for own in args)
+        return Fused(left @ right[:1], Layout.STACK)
+
+    class Mixed(Places):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mix", torch.rand(6, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = super().forward(x @ self.mix)
+            return found
+
+    monkeypatch.setitem(RULES, "matmul", of_the_first)
+    model = Mixed()
+    note_only_read(model)
+    with pytest.raises(FusionError, match="other numbers"):
+        FusedExecutor(make_tasks(lambda: model, data=features(48, (6,), 4), order="blocks", rule=Independent()))
 
 
 class Scaled(nn.Module):
