@@ -52,6 +52,7 @@ Method = Literal["counted", "measured"]
 
 _ON_DEVICE = HeldBack(256 * MIB, 0.01, "256 MiB and 1 % for what other processes may still take")
 _TIMED_BATCH = 4
+MOST_ADAPTERS = 10_000  # that are counted
 _TARGET_BYTES = 8
 
 
@@ -89,6 +90,7 @@ class Estimate:
         model: the memory model of one learner.
         table: K → the largest batch size, by the model.
         fitting_learners: how many fit with the configured batch size, up to `max_learners`.
+        fitting_adapters: likewise, of a model with `model.lora`, up to `MOST_ADAPTERS`; else None.
         measured: the search by real rounds, where the device was there.
         recommendation: None where not even one sample fits.
         loading: how samples get to the device.
@@ -107,6 +109,7 @@ class Estimate:
     model: LearnerModel
     table: dict[int, int]
     fitting_learners: int
+    fitting_adapters: int | None
     measured: Measured | None
     recommendation: Recommendation | None
     loading: Loading
@@ -170,6 +173,9 @@ def estimate(config: EstimateConfig) -> Estimate:
         model=model,
         table=model.table(limit, max(k, config.max_learners), in_turn),
         fitting_learners=model.most_learners(limit, config.batch_size, max(k, config.max_learners), in_turn),
+        fitting_adapters=model.most_learners(limit, config.batch_size, MOST_ADAPTERS, in_turn)
+        if config.model.lora
+        else None,
         measured=measured,
         recommendation=_recommended(config, largest, loading, host, facts.num_train) if largest else None,
         loading=loading,

@@ -19,7 +19,7 @@ from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.core.errors import UserError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.binding import bind, bindings_of, find_rebound, find_written
-from crossbow_py.engine.bank.frozen_base import FrozenBase
+from crossbow_py.engine.bank.frozen_base import FrozenBase, base_of
 from crossbow_py.engine.bank.layout import (
     Block,
     Order,
@@ -112,7 +112,7 @@ class ReplicaBank:
         self.buffer_layout = buffer_layout(template)
         self.order: Order = order or ("rows" if device.type == "cpu" else "blocks")
         rows = None if shares_base else max(capacity or num_learners, num_learners)
-        self.base = base or FrozenBase(template, rows, precision, device, channels_last)
+        self.base = base or base_of(template, rows, precision, device, channels_last)
         self.num_learners, self._training, self._gradient_mean = num_learners, training, gradient_mean
         self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3)) if training else [self._rows(1)] * 3
         self.velocity = self._rows(1) if has_velocity else None
