@@ -30,7 +30,7 @@ from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.modules.precision import BF16, Precision, choose_device, choose_precision
 from crossbow_py.engine.sizing.bound import free_bytes
 from crossbow_py.engine.sizing.memory import ELSEWHERE, LARGEST_BATCH, MIB, ON_HOST, HeldBack, Job, LearnerModel, Sample
-from crossbow_py.engine.sizing.probes import estimate_learner
+from crossbow_py.engine.sizing.probes import ModelSource, estimate_learner
 from crossbow_py.engine.sizing.workers import Loading, Recommendation, recommend
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.estimate.batch_search import Measured, largest_measured
@@ -144,8 +144,12 @@ def estimate(config: EstimateConfig) -> Estimate:
 
     most = max(1, min(LARGEST_BATCH, facts.num_train or LARGEST_BATCH) // config.accumulate)
     staged = 0 if facts.resident else facts.sample_bytes + _TARGET_BYTES
+    source: ModelSource = make_model
+    if config.model.lora:  # PEFT moves adapters to their layers' device, which fake tensors do not bear
+        with torch.device("meta"):
+            source = make_model()
     model = estimate_learner(
-        make_model, facts.sample, job, staged_sample_bytes=staged, fixed_bytes=facts.fixed_bytes, most=most
+        source, facts.sample, job, staged_sample_bytes=staged, fixed_bytes=facts.fixed_bytes, most=most
     )
     k = config.max_learners if config.num_learners == "auto" else config.num_learners
     executor: str = config.executor

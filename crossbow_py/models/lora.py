@@ -172,8 +172,10 @@ def _padded(model: nn.Module, ranks: Mapping[str, int], configs: Any) -> nn.Modu
         if not isinstance(layer.scaling, Scaling):
             _hold_scale(layer)
         layer.r[name], layer.lora_alpha[name] = rank, None  # its scale is in the buffer
-        layer.lora_dropout[name] = nn.Identity()
-    copied.base_model.peft_config = configs
+        layer.use_rslora[name], layer.lora_dropout[name] = False, nn.Identity()
+    for own in copied.modules():
+        if "peft_config" in vars(own):  # what the layers compute by is in themselves
+            own.peft_config = configs
     for name, own in copied.named_parameters():
         own.requires_grad_(own.requires_grad or _is_learned(name))  # what is not is the base, and may be shared
     return copied
