@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ def data_of(count: int = 24) -> tuple[Tensor, Tensor]:
     return torch.randn(count, WIDTH, generator=draws), torch.randint(0, 3, (count,), generator=draws)
 
 
+@pytest.fixture(autouse=True)
+def _few_objects() -> Iterator[None]:
+    """Have the collector look at what a test makes alone, which saves most of the time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def num_matrices() -> int:
     """How many memories hold a matrix of the base's form."""
     gc.collect()
@@ -45,8 +55,16 @@ def num_matrices() -> int:
     return len({own.untyped_storage().data_ptr() for own in found if own.shape == (WIDTH, WIDTH)})
 
 
-@pytest.mark.parametrize("executor", ["serial", "fused"])
-@pytest.mark.parametrize(("count", "ranks"), [(1, [2]), (4, [2]), (16, [2]), (4, [1, 2, 3]), (16, [1, 2, 3])])
+@pytest.mark.parametrize(
+    ("count", "ranks", "executor"),
+    [
+        (1, [2], "serial"),
+        (4, [1, 2, 3], "fused"),
+        pytest.param(4, [2], "fused", marks=pytest.mark.slow),
+        pytest.param(16, [2], "fused", marks=pytest.mark.slow),
+        pytest.param(16, [1, 2, 3], "serial", marks=pytest.mark.slow),
+    ],
+)
 def test_adapters_of_any_number_and_rank_have_one_base(count: int, ranks: list[int], executor: str) -> None:
     members = [
         Member(seed=seed, model=LoRA(base, rank=ranks[seed % len(ranks)], targets=["0", "2"], trained=["6"]))
@@ -99,6 +117,7 @@ def test_results_of_a_folder_are_loaded_over_one_base_which_no_file_has(tmp_path
         assert all(torch.equal(own.state[name], value) for name, value in state.items())
 
 
+@pytest.mark.slow
 def test_trials_of_a_search_have_one_base() -> None:
     pytest.importorskip("optuna")
     before, seen = num_matrices(), list[int]()
