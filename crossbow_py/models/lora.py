@@ -156,7 +156,7 @@ def _padded(model: nn.Module, ranks: Mapping[str, int], configs: Any) -> nn.Modu
     memo: dict[int, Any] = {
         id(own): own for name, own in model.named_parameters() if not own.requires_grad and not _is_learned(name)
     }
-    copied: Any = copy.deepcopy(model, memo).eval()
+    copied: nn.Module = copy.deepcopy(model, memo).eval()
     for layer_name, layer in _plain_layers(copied):
         (name,), rank = layer.r, ranks[layer_name]
         for own, dim in zip(_pair(layer), (0, 1), strict=True):
@@ -173,9 +173,9 @@ def _padded(model: nn.Module, ranks: Mapping[str, int], configs: Any) -> nn.Modu
             _hold_scale(layer)
         layer.r[name], layer.lora_alpha[name] = rank, None  # its scale is in the buffer
         layer.use_rslora[name], layer.lora_dropout[name] = False, nn.Identity()
-    for own in copied.modules():
-        if "peft_config" in vars(own):  # what the layers compute by is in themselves
-            own.peft_config = configs
+    holders: list[Any] = [each for each in copied.modules() if "peft_config" in vars(each)]
+    for holder in holders:
+        holder.peft_config = configs  # which tell models apart; what layers compute by is in themselves
     for name, own in copied.named_parameters():
         own.requires_grad_(own.requires_grad or _is_learned(name))  # what is not is the base, and may be shared
     return copied
