@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import LoRA, Member, Search, train_many
+from crossbow_py import LoRA, Member, Search, UserError, train_many
 from crossbow_py.engine.bank.frozen_base import share_frozen
 
 WIDTH, DEPTH = 70, 3  # no other matrix is of this size
@@ -133,6 +133,34 @@ def test_trials_of_a_search_have_one_base() -> None:
         space={"model.rank": [1, 2, 3], "batch_size": [2, 4]},
     ).run()  # fmt: skip
     assert set(seen) == {DEPTH}
+
+
+class WritesLater(nn.Module):
+    """Moves its frozen layer from the seventh pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.head = nn.Linear(WIDTH, 4).requires_grad_(False), nn.Linear(4, 3)
+        self.register_buffer("passes", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes.add_(1)
+        if self.passes > 6:
+            with torch.no_grad():
+                self.frozen.weight.mul_(0.9)
+        found: Tensor = self.head(self.frozen(x))
+        return found
+
+
+def test_a_base_that_is_written_later_ends_the_call_and_not_its_own_members_alone() -> None:
+    def still() -> nn.Module:
+        model = WritesLater()
+        model.passes.fill_(-1000)
+        return model
+
+    members = [Member(model=own, batch_size=size) for own, size in ((still, 4), (WritesLater, 4), (still, 8))]
+    with pytest.raises(UserError, match=r"writes its frozen parameter frozen\.weight, which all learners share"):
+        train_many(still, data_of(), members=members, max_epochs=9, executor="serial", precision="fp32")
 
 
 def test_values_are_shared_bit_by_bit_and_no_two_parameters_of_a_model_have_one_memory() -> None:
