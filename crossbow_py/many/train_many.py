@@ -31,7 +31,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.streaming.items import loaded
 from crossbow_py.data.streaming.streamed_data import StreamedData
-from crossbow_py.engine.bank.frozen_base import frozen_parameters, share_frozen
+from crossbow_py.engine.bank.frozen_base import frozen_parameters
 from crossbow_py.engine.modules.losses import IGNORED, Loss, plain_loss, takes_classes
 from crossbow_py.engine.modules.precision import FP32, ordinary_modes
 from crossbow_py.engine.modules.standardized import StandardizedLoss, is_standardized, standardizing
@@ -210,6 +210,7 @@ class ManyRun:
         self._standardizes = standardizes(arguments.standardize_targets, train, arguments.loss)
         self.members = self._settled()
         self._evaluators: dict[str, Evaluator] = {}
+        self._adapters: dict[str, nn.Module | None] = {}
         folder = arguments.output_dir
         self.folder = None if folder is None else given_path("output_dir", folder)
         with ExitStack() as stack:
@@ -429,13 +430,22 @@ class ManyRun:
             self._evaluators[key] = self.registry.evaluator(template)
         return self._evaluators[key]
 
+    def _adapter_of(self, member: Settled) -> nn.Module | None:
+        """Return a model of a member's kind, on the host, if it has an adapter."""
+        key = member.settings.model_key
+        if key not in self._adapters:
+            model = member.settings.new_model()
+            self._adapters[key] = model if is_adapter(model) else None
+            self.registry.hold_once(model)
+        return self._adapters[key]
+
     def _base_of(self, member: Settled) -> Mapping[str, Tensor]:
         """Return the frozen values that a member with an adapter begins with, on the host; else nothing."""
-        if not is_adapter(self._evaluator(member).template):
+        if self._adapter_of(member) is None:
             return {}
-        model = member.settings.new_model().to(self.choices.device)
-        share_frozen(model, [self._evaluator(member).template])
-        return {name: own.detach().cpu() for name, own in frozen_parameters(model).items()}
+        model = member.settings.new_model()  # its seed may draw another base
+        self.registry.hold_once(model)
+        return {name: own.detach() for name, own in frozen_parameters(model).items()}
 
     def _save_adapters(self, results: Sequence[MemberResult]) -> None:
         """Write the adapter of each member that has one and has ended to a folder of its name. Raises UserError."""
@@ -443,8 +453,7 @@ class ManyRun:
             return
         folder, taken = self.folder / ADAPTERS_FOLDER, set[str]()
         for member, result in zip(self.members, results, strict=True):
-            evaluator = self._evaluator(member) if result.has_ended else None
-            if evaluator is None or not is_adapter(evaluator.template):
+            if not result.has_ended or self._adapter_of(member) is None:
                 continue
             name = re.sub(r"[^\w.+=,-]+", "-", member.name).strip(".-")[:_LONGEST_NAME]
             while name in taken or not name:
@@ -452,7 +461,7 @@ class ManyRun:
             taken.add(name)
             try:
                 folder.mkdir(exist_ok=True)
-                save_adapter(evaluator.module(result.state, reads=True), folder / name)
+                save_adapter(self._evaluator(member).module(result.state, reads=True), folder / name)
             except OSError as error:
                 raise UserError(f"cannot write {folder / name} ({error}); make room there, and call again.") from error
         if taken:

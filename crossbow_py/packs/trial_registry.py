@@ -257,7 +257,7 @@ class TrialRegistry:
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             template = self._template(settings, model.to(self.choices.device), feed)
             find_only_read(template, self.choices.precision, feed.first_samples(min(2, settings.batch_size)))
-            self._hold_once(template)
+            self.hold_once(template)
             shares_base = shares_base and (only_reads(template) or not frozen_parameters(template))
             num_outputs = self._num_mixed(settings, template, feed)
             effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone, SHARE)
@@ -311,15 +311,15 @@ class TrialRegistry:
 
     def evaluator(self, template: nn.Module) -> Evaluator:
         """Return an evaluator of the trials of an architecture, which runs copies of the template."""
-        self._hold_once(template)
+        self.hold_once(template)
         inputs = self.data.validation.first_samples(1).inputs
         return Evaluator(
             template, precision=self.choices.precision, loss=self.data.loss, metrics=self._metrics,
             batch_size=evaluation_batch_size(values_per_sample(inputs)), channels_last=self.settings.channels_last,
         )  # fmt: skip
 
-    def _hold_once(self, template: nn.Module) -> None:
-        """Have a template hold what is frozen in the memory of another, if it is the same there."""
+    def hold_once(self, template: nn.Module) -> None:
+        """Have a template hold what is frozen in the memory of another, if it is the same there; see `share_frozen`."""
         if template not in self._templates:
             share_frozen(template, self._templates)
             self._templates.add(template)

@@ -49,7 +49,9 @@ class TrainedModel:
         return module.eval()
 
 
-def load_models(*paths: str | Path, model: MakeModel | None = None, targets: Sequence[str] = ()) -> list[nn.Module]:
+def load_models(
+    *paths: str | Path, model: MakeModel | None = None, targets: Sequence[str] = ()
+) -> list[nn.Module]:
     """Load the models of runs and searches, as modules on the CPU and in evaluation mode.
 
     They take inputs as in training: images scaled to [0, 1] and normalised by the mean and std of the data set, which
