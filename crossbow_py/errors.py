@@ -5,6 +5,7 @@ from __future__ import annotations
 from crossbow_py.core.errors import (
     BadDataError,
     BadSampleError,
+    BaseWrittenError,
     CentralModelError,
     CheckpointError,
     CrossbowError,
@@ -22,6 +23,7 @@ from crossbow_py.core.errors import (
 __all__ = [
     "BadDataError",
     "BadSampleError",
+    "BaseWrittenError",
     "CentralModelError",
     "CheckpointError",
     "CrossbowError",

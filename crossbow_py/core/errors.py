@@ -37,6 +37,10 @@ class CheckpointError(UserError):
     """A checkpoint cannot be used: missing, corrupted, or of another model or configuration."""
 
 
+class BaseWrittenError(UserError):
+    """The model's forward has written a frozen parameter, whose memory other models and results may share."""
+
+
 class UnknownIdError(UserError):
     """The data have an id that an embedding of the model has no row for."""
 

@@ -30,7 +30,7 @@ from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.modules.precision import BF16, Precision, choose_device, choose_precision
 from crossbow_py.engine.sizing.bound import free_bytes
 from crossbow_py.engine.sizing.memory import ELSEWHERE, LARGEST_BATCH, MIB, ON_HOST, HeldBack, Job, LearnerModel, Sample
-from crossbow_py.engine.sizing.probes import estimate_learner
+from crossbow_py.engine.sizing.probes import ModelSource, estimate_learner
 from crossbow_py.engine.sizing.workers import Loading, Recommendation, recommend
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.estimate.batch_search import Measured, largest_measured
@@ -52,6 +52,7 @@ Method = Literal["counted", "measured"]
 
 _ON_DEVICE = HeldBack(256 * MIB, 0.01, "256 MiB and 1 % for what other processes may still take")
 _TIMED_BATCH = 4
+MOST_ADAPTERS = 10_000  # that are counted
 _TARGET_BYTES = 8
 
 
@@ -89,6 +90,7 @@ class Estimate:
         model: the memory model of one learner.
         table: K → the largest batch size, by the model.
         fitting_learners: how many fit with the configured batch size, up to `max_learners`.
+        fitting_adapters: likewise, of a model with `model.lora`, up to `MOST_ADAPTERS`; else None.
         measured: the search by real rounds, where the device was there.
         recommendation: None where not even one sample fits.
         loading: how samples get to the device.
@@ -107,6 +109,7 @@ class Estimate:
     model: LearnerModel
     table: dict[int, int]
     fitting_learners: int
+    fitting_adapters: int | None
     measured: Measured | None
     recommendation: Recommendation | None
     loading: Loading
@@ -141,8 +144,12 @@ def estimate(config: EstimateConfig) -> Estimate:
 
     most = max(1, min(LARGEST_BATCH, facts.num_train or LARGEST_BATCH) // config.accumulate)
     staged = 0 if facts.resident else facts.sample_bytes + _TARGET_BYTES
+    source: ModelSource = make_model
+    if config.model.lora:  # PEFT moves adapters to their layers' device, which fake tensors do not bear
+        with torch.device("meta"):
+            source = make_model()
     model = estimate_learner(
-        make_model, facts.sample, job, staged_sample_bytes=staged, fixed_bytes=facts.fixed_bytes, most=most
+        source, facts.sample, job, staged_sample_bytes=staged, fixed_bytes=facts.fixed_bytes, most=most
     )
     k = config.max_learners if config.num_learners == "auto" else config.num_learners
     executor: str = config.executor
@@ -170,6 +177,9 @@ def estimate(config: EstimateConfig) -> Estimate:
         model=model,
         table=model.table(limit, max(k, config.max_learners), in_turn),
         fitting_learners=model.most_learners(limit, config.batch_size, max(k, config.max_learners), in_turn),
+        fitting_adapters=model.most_learners(limit, config.batch_size, MOST_ADAPTERS, in_turn)
+        if config.model.lora
+        else None,
         measured=measured,
         recommendation=_recommended(config, largest, loading, host, facts.num_train) if largest else None,
         loading=loading,

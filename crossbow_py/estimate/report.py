@@ -10,7 +10,7 @@ from crossbow_py.core.errors import unwritable
 from crossbow_py.core.host import versions
 from crossbow_py.core.printing import columns
 from crossbow_py.engine.sizing.memory import breakdown
-from crossbow_py.estimate.estimation import Estimate
+from crossbow_py.estimate.estimation import MOST_ADAPTERS, Estimate
 from crossbow_py.estimate.units import in_words
 from crossbow_py.telemetry.pictures.files import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
 from crossbow_py.telemetry.records import write_json
@@ -62,7 +62,19 @@ def _answer(found: Estimate) -> list[str]:
         *(f"  {sentence}" for sentence in recommended.sentences),
         f"With batch_size={b} as configured: {many} learner{'s fit' if fits != 1 else ' fits'}; "
         f"{learners} need {needed}, which {fit}.",
+        *_adapters(found),
     ]
+
+
+def _adapters(found: Estimate) -> list[str]:
+    """Return how many adapters fit over one base, if the model has some."""
+    count, sizes, b = found.fitting_adapters, found.model.sizes, found.config.batch_size
+    if count is None:
+        return []
+    base = f"one base of {sizes.num_frozen:,} values, {in_words(sizes.base_bytes(1))}"
+    many = f"{'at least ' if count >= MOST_ADAPTERS else ''}{count:,} adapter{'s fit' if count != 1 else ' fits'}"
+    each = in_words(_predicted(found, b, 2) - _predicted(found, b, 1))
+    return [f"In crossbow_py.many {many} over {base}, with batch_size={b}; each further one takes {each}."]
 
 
 def _table(found: Estimate) -> list[str]:
@@ -111,6 +123,7 @@ def as_plain(found: Estimate) -> dict[str, Any]:
         "batch_size": size,
         "predicted_bytes": model.predicted_bytes(size, found.num_learners, found.at_once),
         "fitting_learners": found.fitting_learners,
+        "fitting_adapters": found.fitting_adapters,
         "breakdown_bytes": dict(breakdown(model, size, found.num_learners, found.at_once)),
         "activation_lines": [[line.fixed, line.per_sample] for line in model.activations.lines],
         "probes": [list(probe) for probe in model.activations.probes],

@@ -38,8 +38,8 @@ model, batch_size, max_epochs, label_smoothing, data.crop_padding, data.flip and
 With folds every member is measured on the fold that it does not train on, and all predictions that were made out of
 fold are kept. The same command with an output_dir goes on where it was stopped or killed.
 
-Writes results.json (all members), curves.png with matplotlib, members/ (weights), out_of_fold.npy with folds,
-console.log and tensorboard.
+Writes results.json (all members), curves.png with matplotlib, members/ (weights), adapters/ with model.lora,
+out_of_fold.npy with folds, console.log and tensorboard.
 
 Exit codes: 0 done, 2 a mistake in what was asked for, 143 after SIGTERM, 130 after Ctrl-C, 1 anything else.
 """

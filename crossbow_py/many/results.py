@@ -71,7 +71,7 @@ class MemberResult:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The trained model, in float32 and evaluation mode. Raises UserError if the member failed."""
+        """The trained model, in float32 and evaluation mode, which shares no memory. Raises UserError if it failed."""
         if self._module is None:
             why = f"it failed: {self.reason}" if self.status == "failed" else "it was stopped before it began"
             raise UserError(f"member {self.name} has no model, as {why}.")

@@ -7,7 +7,7 @@ there already, and members may be added or left out between two calls.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -64,10 +64,14 @@ class Underway:
 class Store:
     """The files of members in `folder`/members. Without a folder checkpoints are kept in memory, for packs that fail.
 
+    `base_of` returns the values by name that a member begins with and its file of weights leaves out where they are
+    still the same, as those of the base under an adapter are.
+
     Raises UserError when the disk refuses.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, base_of: Callable[[Settled], Mapping[str, Tensor]] = lambda _: {}) -> None:
+        self._base_of = base_of
         self._in_memory: dict[int, Underway] = {}
         self._folder = None if folder is None else folder / MEMBERS_FOLDER
         if self._folder is not None:
@@ -84,7 +88,7 @@ class Store:
             if values.pop("format_version") != _FORMAT:
                 return None
             model = path.with_suffix(".safetensors")
-            state = load_file(model)
+            state = {**self._base_of(member), **load_file(model)}
             return MemberResult(name=member.name, group=member.group, **values, state=state)
         except (OSError, ValueError, TypeError, KeyError, SafetensorError):
             return None
@@ -95,11 +99,16 @@ class Store:
         path = self._path(member, ".json")
         if path is None:
             return
+        base = self._base_of(member)
+        own = {
+            name: value.contiguous() for name, value in result.state.items()
+            if name not in base or not torch.equal(value, base[name])
+        }  # fmt: skip
         plain = {each.name: getattr(result, each.name) for each in fields(result) if each.name[0] != "_"}
         del plain["state"], plain["name"], plain["group"]
         with _writing(path):
             with replacing(path.with_suffix(".safetensors"), synced=True) as partial:
-                save_file({name: value.contiguous() for name, value in result.state.items()}, partial)
+                save_file(own, partial)
             write_json(path, {"format_version": _FORMAT, **finite(plain)}, indent=None)  # last: the member has ended
         with suppress(OSError):
             path.with_suffix(".underway.pt").unlink(missing_ok=True)

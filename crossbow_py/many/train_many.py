@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any, Literal, ParamSpec
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from crossbow_py.cli.output_folder import make_folder
 from crossbow_py.core.digest import digest_of
@@ -30,6 +31,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.streaming.items import loaded
 from crossbow_py.data.streaming.streamed_data import StreamedData
+from crossbow_py.engine.bank.frozen_base import frozen_parameters
 from crossbow_py.engine.modules.losses import IGNORED, Loss, plain_loss, takes_classes
 from crossbow_py.engine.modules.precision import FP32, ordinary_modes
 from crossbow_py.engine.modules.standardized import StandardizedLoss, is_standardized, standardizing
@@ -42,6 +44,7 @@ from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
 from crossbow_py.train.arguments import check_keywords, default_optimizer, rule_of
 from crossbow_py.train.build import count_classes, new_feed, settled_loss_of
+from crossbow_py.train.checkpoints.weights import is_adapter, save_adapter
 from crossbow_py.train.checks.losses import remarks_on_targets, standardizes, target_statistics
 from crossbow_py.train.checks.seeded_model import MakeModel, remarks_on_starts, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, Tally
@@ -52,6 +55,8 @@ from crossbow_py.train.run_settings import Choices, JobSettings, RunSettings, St
 from crossbow_py.train.schedules import Constant, DefaultSchedule, Schedule
 
 LOCK_FILE = ".many.lock"
+ADAPTERS_FOLDER = "adapters"
+_LONGEST_NAME = 100
 _MEMORY_SHARE = 0.5  # of the host's, for data that are read from items
 P = ParamSpec("P")
 
@@ -205,6 +210,7 @@ class ManyRun:
         self._standardizes = standardizes(arguments.standardize_targets, train, arguments.loss)
         self.members = self._settled()
         self._evaluators: dict[str, Evaluator] = {}
+        self._adapters: dict[str, nn.Module | None] = {}
         folder = arguments.output_dir
         self.folder = None if folder is None else given_path("output_dir", folder)
         with ExitStack() as stack:
@@ -379,7 +385,7 @@ class ManyRun:
 
     def train(self) -> Results:
         """Train all members, and return their results."""
-        store = Store(self.folder)
+        store = Store(self.folder, self._base_of)
         loop = ManyLoop(
             self.members, self.registry, self._plan(), self.validation_of, self.test, store,
             Hooks(self._note, self.arguments.progress or (lambda _: None)),
@@ -392,6 +398,7 @@ class ManyRun:
             on = "; the same call goes on" if self.folder is not None else ""
             self._note(f"{self.status.capitalize()}: {ended} of {len(self.members)} members have ended{on}.")
         found = [self._with_module(*each) for each in zip(self.members, self._of(loop), strict=True)]
+        self._save_adapters(found)
         return Results(
             found, self.train_feed.num_samples, loop.samples / loop.train_s if loop.train_s else 0.0,
             time.perf_counter() - self._begun, self._notes, self.folder, partial(self._held_out, found), self._together,
@@ -422,6 +429,43 @@ class ManyRun:
             template = seeded_model(member.settings.make_model, member.settings.seed, None).to(self.choices.device)
             self._evaluators[key] = self.registry.evaluator(template)
         return self._evaluators[key]
+
+    def _adapter_of(self, member: Settled) -> nn.Module | None:
+        """Return a model of a member's kind, on the host, if it has an adapter."""
+        key = member.settings.model_key
+        if key not in self._adapters:
+            model = member.settings.new_model()
+            self._adapters[key] = model if is_adapter(model) else None
+            self.registry.hold_once(model)
+        return self._adapters[key]
+
+    def _base_of(self, member: Settled) -> Mapping[str, Tensor]:
+        """Return the frozen values that a member with an adapter begins with, on the host; else nothing."""
+        if self._adapter_of(member) is None:
+            return {}
+        model = member.settings.new_model()  # its seed may draw another base
+        self.registry.hold_once(model)
+        return {name: own.detach() for name, own in frozen_parameters(model).items()}
+
+    def _save_adapters(self, results: Sequence[MemberResult]) -> None:
+        """Write the adapter of each member that has one and has ended to a folder of its name. Raises UserError."""
+        if self.folder is None:
+            return
+        folder, taken = self.folder / ADAPTERS_FOLDER, set[str]()
+        for member, result in zip(self.members, results, strict=True):
+            if not result.has_ended or self._adapter_of(member) is None:
+                continue
+            name = re.sub(r"[^\w.+=,-]+", "-", member.name).strip(".-")[:_LONGEST_NAME]
+            while name in taken or not name:
+                name = f"{name}-{member.number}"
+            taken.add(name)
+            try:
+                folder.mkdir(exist_ok=True)
+                save_adapter(self._evaluator(member).module(result.state, reads=True), folder / name)
+            except OSError as error:
+                raise UserError(f"cannot write {folder / name} ({error}); make room there, and call again.") from error
+        if taken:
+            self._note(f"Adapters, as PEFT loads them, are in {folder}.")
 
     def _with_module(self, member: Settled, result: MemberResult) -> MemberResult:
         if not result.state:

@@ -23,7 +23,9 @@ class ModelSettings(ABC):
 
     _: KW_ONLY
     lora: dict[str, Any] = setting(
-        {}, "adapters to train instead, by PEFT: {rank: 8, alpha: 16, dropout: 0, targets: [names], trained: [names]}"
+        {},
+        "adapters to train instead, by PEFT: {rank: 8, alpha: 16, dropout: 0, targets: [names], trained: [names], "
+        "save_merged: false}",
     )
 
     def __post_init__(self) -> None:

@@ -7,18 +7,21 @@ share packs with others of another rank or α.
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.settings import check, setting
 from crossbow_py.models.frozen import frozen
 
 SCALE = "adapter_scale"  # the buffer that holds α/r: PEFT would save a name with "lora_" in it
+SAVE_MERGED = "save_merged"  # the attribute of a model that is to be saved with adapters merged into its base, too
 _OF_PEFT = "base_model.model."  # before the names of the base's parameters
 _MOST_NAMED = 8
 
@@ -40,6 +43,7 @@ class LoRA:
         "all-linear", "ends of the names of the layers to adapt, or a regular expression for whole names"
     )
     trained: Sequence[str] = setting((), "ends of the names of the layers to train whole, such as a new head")
+    save_merged: bool = setting(False, "whether plain weights with the adapter merged in are saved, too")
 
     def __post_init__(self) -> None:
         check(self)
@@ -85,6 +89,8 @@ class LoRA:
             if isinstance(layer, LoraLayer):
                 self._check_rank(name, layer)
                 _hold_scale(layer)
+        if self.save_merged:
+            setattr(model, SAVE_MERGED, True)
         return model
 
     def _trains(self, name: str) -> bool:
@@ -101,6 +107,82 @@ class LoRA:
                 f"rank={self.rank} is more than the matrix of {name.removeprefix(_OF_PEFT)} has, {rows} by {columns}; "
                 f"take at most {min(rows, columns)}, or other targets."
             )
+
+
+def in_one_form(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return models of which adapters over one architecture have one rank, and their scale in a buffer.
+
+    Those are copies in evaluation mode that hold the model's own frozen weights, and are not to be trained. Narrower
+    adapters are padded with zeros. Models without adapters, or with others than plain LoRA, are returned as they are.
+    """
+    found, groups = list(models), dict[object, list[int]]()
+    for place, model in enumerate(models):
+        if layers := _plain_layers(model):
+            parts = [(name, type(own)) for name, own in model.named_modules() if ".lora_dropout." not in name]
+            groups.setdefault(repr((parts, [name for name, _ in layers])), []).append(place)
+    for places in groups.values():
+        ranks = [{name: layer.r[layer.active_adapters[0]] for name, layer in _plain_layers(found[n])} for n in places]
+        widest = {name: max(own[name] for own in ranks) for name in ranks[0]}
+        configs: Any = found[places[0]]
+        for place in places:
+            found[place] = _padded(found[place], widest, configs.base_model.peft_config)
+    return found
+
+
+def _plain_layers(model: Any) -> list[tuple[str, Any]]:
+    """Return the adapted layers of a `peft.PeftModel`, by name; none if some may compute other than plain LoRA."""
+    if "peft" not in sys.modules or not isinstance(model, sys.modules["peft"].PeftModel):
+        return []
+    layers = [(name, own) for name, own in model.named_modules() if hasattr(own, "lora_A") and hasattr(own, "scaling")]
+    is_plain = all(
+        len(own.r) == 1 and list(own.active_adapters) == list(own.r) and not own.merged and not own.disable_adapters
+        and not own.lora_variant and len(own.lora_A) + len(own.lora_embedding_A) == 1
+        and all(a.shape[0] == b.shape[1] for a, b in [_pair(own)])
+        for _, own in layers
+    )  # fmt: skip
+    return layers if is_plain else []
+
+
+def _pair(layer: Any) -> tuple[Tensor, Tensor]:
+    """Return A [r, ...] and B [..., r, ...] of the only adapter of a layer."""
+    (name,) = layer.r
+    if len(layer.lora_A):
+        return layer.lora_A[name].weight, layer.lora_B[name].weight
+    return layer.lora_embedding_A[name], layer.lora_embedding_B[name]
+
+
+def _padded(model: nn.Module, ranks: Mapping[str, int], configs: Any) -> nn.Module:
+    """Return a copy, as of `in_one_form`, with these ranks by the names of layers."""
+    memo: dict[int, Any] = {
+        id(own): own for name, own in model.named_parameters() if not own.requires_grad and not _is_learned(name)
+    }
+    copied: nn.Module = copy.deepcopy(model, memo).eval()
+    for layer_name, layer in _plain_layers(copied):
+        (name,), rank = layer.r, ranks[layer_name]
+        for own, dim in zip(_pair(layer), (0, 1), strict=True):
+            shape = list(own.shape)
+            shape[dim] = rank
+            value = own.new_zeros(shape)
+            value.narrow(dim, 0, own.shape[dim]).copy_(own.detach())
+            own.data = value
+        for part, ends in ((layer.lora_A, "out"), (layer.lora_B, "in")) if len(layer.lora_A) else ():
+            for kind in ("features", "channels"):
+                if hasattr(part[name], f"{ends}_{kind}"):
+                    setattr(part[name], f"{ends}_{kind}", rank)
+        if not isinstance(layer.scaling, Scaling):
+            _hold_scale(layer)
+        layer.r[name], layer.lora_alpha[name] = rank, None  # its scale is in the buffer
+        layer.use_rslora[name], layer.lora_dropout[name] = False, nn.Identity()
+    holders: list[Any] = [each for each in copied.modules() if "peft_config" in vars(each)]
+    for holder in holders:
+        holder.peft_config = configs  # which tell models apart; what layers compute by is in themselves
+    for name, own in copied.named_parameters():
+        own.requires_grad_(own.requires_grad or _is_learned(name))  # what is not is the base, and may be shared
+    return copied
+
+
+def _is_learned(name: str) -> bool:
+    return ".lora_" in name or ".modules_to_save." in name
 
 
 def names_in_base(names: Iterable[str]) -> dict[str, str]:
@@ -127,11 +209,12 @@ def shown(targets: str | Sequence[str]) -> str:
 def _hold_scale(layer: Any) -> None:
     """Have an adapted layer read its scale from a buffer, which each model of a pack has its own of."""
     (name,) = layer.scaling
-    layer.register_buffer(SCALE, torch.tensor(float(layer.scaling[name])), persistent=False)
-    layer.scaling = _Scaling(layer, {name: None})
+    scale = torch.tensor(float(layer.scaling[name]), dtype=_pair(layer)[0].dtype)
+    layer.register_buffer(SCALE, scale, persistent=False)
+    layer.scaling = Scaling(layer, {name: None})
 
 
-class _Scaling(dict[str, Any]):
+class Scaling(dict[str, Any]):
     """The scales of a layer's adapters, as PEFT reads and sets them; None stands for the one that its buffer holds."""
 
     def __init__(self, layer: nn.Module, scales: Mapping[str, Any]) -> None:
@@ -139,7 +222,7 @@ class _Scaling(dict[str, Any]):
         self._layer = layer
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _Scaling, (self._layer, dict(super().items()))
+        return Scaling, (self._layer, dict(super().items()))
 
     def __getitem__(self, adapter: str) -> Any:
         scale = super().__getitem__(adapter)
@@ -152,8 +235,8 @@ class _Scaling(dict[str, Any]):
         else:
             super().__setitem__(adapter, scale)
 
-    def copy(self) -> _Scaling:
-        return _Scaling(self._layer, dict(super().items()))
+    def copy(self) -> Scaling:
+        return Scaling(self._layer, dict(super().items()))
 
     def get(self, adapter: str, default: Any = None) -> Any:
         return dict(self.items()).get(adapter, default)

@@ -174,7 +174,6 @@ class Pack:
         bank = new_bank(
             self.template, len(rows), name, job.settings, job.choices, first.optimizer, shares_base=self._shares_base
         )
-        bank.base.lend(self.template)
         tasks = RoundTasks(
             bank, update=self._update, feed=self.feed, loss=job.loss, seed=first.seed, collective=Collective()
         )

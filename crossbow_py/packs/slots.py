@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, one_line
+from crossbow_py.core.errors import BaseWrittenError, CrossbowError, DataError, DeviceLostError, one_line
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.bank.frozen_base import frozen_parameters
 from crossbow_py.engine.device.memory import (
@@ -274,7 +274,9 @@ def verdict(error: Exception, num_trials: int, is_beside: bool, device: torch.de
     Raises what is no trial's fault.
     """
     raise_if_lost(error, device)
-    if isinstance(error, DataError) or not isinstance(error, CrossbowError | RuntimeError | MemoryError):
+    if isinstance(error, DataError | BaseWrittenError):  # others may be over that base
+        raise error
+    if not isinstance(error, CrossbowError | RuntimeError | MemoryError):
         raise error
     is_short = is_out_of_memory(error.__cause__ or error)
     if num_trials == 1:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from crossbow_py.core.trees import Tree, call, values_per_sample
 from crossbow_py.data.datasets import Classes
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.mixing import check_mixable
-from crossbow_py.engine.bank.frozen_base import frozen_parameters, frozen_values, only_reads
+from crossbow_py.engine.bank.frozen_base import frozen_parameters, frozen_values, only_reads, share_frozen
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.modules.losses import Loss, TokenLoss, has_tokens, model_loss, plain_loss
 from crossbow_py.engine.modules.precision import Precision
@@ -133,6 +134,7 @@ class TrialRegistry:
         self.make_room: Callable[[], bool] = lambda: False
         self._measuring_s, self._fastest = 0.0, 0.0
         self._frozen: dict[str, list[str]] = {}  # values of the trials so far, by what else they have in common
+        self._templates: WeakSet[nn.Module] = WeakSet()  # equal frozen values of all of them are there once
         self._described: dict[int, Described | str] = {}
         self._kinds: dict[str, Kind] = {}
         self._families: dict[str, list[str]] = {}  # signatures of kinds whose models differ in width alone
@@ -255,6 +257,7 @@ class TrialRegistry:
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             template = self._template(settings, model.to(self.choices.device), feed)
             find_only_read(template, self.choices.precision, feed.first_samples(min(2, settings.batch_size)))
+            self.hold_once(template)
             shares_base = shares_base and (only_reads(template) or not frozen_parameters(template))
             num_outputs = self._num_mixed(settings, template, feed)
             effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone, SHARE)
@@ -307,12 +310,19 @@ class TrialRegistry:
         return width
 
     def evaluator(self, template: nn.Module) -> Evaluator:
-        """Return an evaluator of the trials of an architecture."""
+        """Return an evaluator of the trials of an architecture, which runs copies of the template."""
+        self.hold_once(template)
         inputs = self.data.validation.first_samples(1).inputs
         return Evaluator(
             template, precision=self.choices.precision, loss=self.data.loss, metrics=self._metrics,
             batch_size=evaluation_batch_size(values_per_sample(inputs)), channels_last=self.settings.channels_last,
         )  # fmt: skip
+
+    def hold_once(self, template: nn.Module) -> None:
+        """Have a template hold what is frozen in the memory of another, if it is the same there; see `share_frozen`."""
+        if template not in self._templates:
+            share_frozen(template, self._templates)
+            self._templates.add(template)
 
     def template(self, key: str) -> nn.Module:
         """Return a model of a signature, on the device."""

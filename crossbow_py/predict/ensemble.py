@@ -29,6 +29,7 @@ from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.losses import scores_of
 from crossbow_py.engine.modules.precision import PrecisionName, choose_device, choose_precision
+from crossbow_py.models.lora import Scaling, in_one_form
 from crossbow_py.predict.predictors import PREDICTORS, Predictor, PredictorName, candidates
 from crossbow_py.train.checks.losses import are_probabilities
 from crossbow_py.train.evaluation.evaluator import load_state
@@ -49,7 +50,7 @@ class Ensemble:
 
     Args:
         models: classifiers, of the same input and the same classes; their weights are copied. `load_models` gives
-            those that runs and searches have left behind.
+            those that runs and searches have left behind. LoRA's adapters may differ in rank and scale.
         executor: how they run: `serial` one after another, `threads` on all cores of a CPU, `fused` as one graph of all
             (on CUDA a CUDA graph), `fused_threads` as a graph for each core of a CPU; on CUDA `streams` on a stream
             each. `auto` takes the fastest for a shape, measured at its first batch; on CUDA only of those that passed
@@ -82,6 +83,7 @@ class Ensemble:
         self.chosen: dict[object, str] = {}
         self.notes: list[str] = []
         _check(models, executor, self.device)
+        models = in_one_form(models)
         groups = same_architecture(models)
         self._banks = [self._bank([models[position] for position in group]) for group in groups]
         order = [position for group in groups for position in group]
@@ -92,11 +94,13 @@ class Ensemble:
 
     def _bank(self, models: Sequence[nn.Module]) -> ReplicaBank:
         template = copy.deepcopy(models[0]).to(self.device)
+        shares_base = len({frozen_values(model) for model in models}) == 1 and not _renorms(template)
         bank = ReplicaBank(
             template, len(models), device=self.device, precision=self.precision, state_names=(),
-            channels_last=self.channels_last, order="blocks", training=False,
-            shares_base=len({frozen_values(model) for model in models}) == 1 and not _renorms(template),
+            channels_last=self.channels_last, order="blocks", training=False, shares_base=shares_base,
         )  # fmt: skip
+        if shares_base:
+            bank.base.lend(template)
         for row, model in enumerate(models):
             load_state(bank, row, dict([*model.named_parameters(), *model.named_buffers()]))
         return bank
@@ -312,14 +316,17 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    if value is other:
-        return True
-    if type(value) is not type(other):
-        return False
+    if value is other or type(value) is not type(other):
+        return value is other
     if isinstance(value, Tensor):
         return torch.equal(value, other)
+    if isinstance(value, Scaling):  # what it gives is in a buffer, of which each row has its own
+        return bool(value.keys() == other.keys())
     if isinstance(value, list | tuple):
         return len(value) == len(other) and all(map(_equal, value, other))
     if isinstance(value, dict):
         return value.keys() == other.keys() and all(_equal(value[key], other[key]) for key in value)
-    return isinstance(value, str | bytes | int | float | complex | set | frozenset | torch.dtype) and value == other
+    try:
+        return any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1]) and bool(value == other)
+    except Exception:  # such as of arrays, which have many answers
+        return False

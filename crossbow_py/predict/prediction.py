@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.trees import Tree, batch_key, values_per_sample
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.sources import DataSource
+from crossbow_py.engine.bank.frozen_base import share_frozen
 from crossbow_py.engine.modules.losses import IGNORED
 from crossbow_py.engine.modules.precision import choose_device, choose_precision
 from crossbow_py.predict.config import PredictConfig
@@ -123,7 +124,7 @@ def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Predicti
         outcomes = try_once(device, lambda message: print(message, file=sys.stderr, flush=True))
         check_trusted(outcomes, choose_precision(config.precision, device))
     with Ensemble(
-        [model.load(shape, classes) for model in models],
+        _loaded(models, shape, classes),
         executor=config.executor, device=config.device, precision=config.precision,
     ) as ensemble:  # fmt: skip
         feed = make_feed(
@@ -142,6 +143,16 @@ def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Predicti
         config, tuple(models), source.name, probabilities, targets, str(ensemble.device), ensemble.precision.name,
         executor, ensemble.num_banks, size, rate, latencies, notes,
     )  # fmt: skip
+
+
+def _loaded(models: Sequence[TrainedModel], input_shape: tuple[int, ...], num_classes: int) -> list[nn.Module]:
+    """Return the models, which hold what is frozen and equal once: the ensemble copies them."""
+    found: list[nn.Module] = []
+    for model in models:
+        module = model.load(input_shape, num_classes)
+        share_frozen(module, found)
+        found.append(module)
+    return found
 
 
 def _run(

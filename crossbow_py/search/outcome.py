@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ from crossbow_py.search.study.claims import SegmentResult
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.telemetry.records import CONFIG_FILE, DIGESTS, SUMMARY_FILE, write_atomically, write_json
-from crossbow_py.train.checkpoints.weights import MODEL_FILE, save_weights
+from crossbow_py.train.checkpoints.weights import ADAPTER_FOLDER, MODEL_FILE, save_adapter, save_weights
 from crossbow_py.train.evaluation.evaluator import Evaluation, evaluate_in_memory
 
 
@@ -159,12 +160,15 @@ def _clear_of_others(folder: Path, config: str) -> None:
             kept.unlink(missing_ok=True)  # first: the configuration says that there is a model
             model.unlink(missing_ok=True)
             (folder / SUMMARY_FILE).unlink(missing_ok=True)
+            if (folder / ADAPTER_FOLDER).exists():
+                shutil.rmtree(folder / ADAPTER_FOLDER)
 
 
 def _put(folder: Path, config: str, model: nn.Module) -> None:
     with _writing(folder):
         folder.mkdir(exist_ok=True)
         digests = {MODEL_FILE: save_weights(model, folder / MODEL_FILE)}
+        save_adapter(model, folder / ADAPTER_FOLDER)
         write_json(folder / SUMMARY_FILE, {DIGESTS: digests}, indent=None)
         write_atomically(folder / CONFIG_FILE, config)
 

@@ -126,7 +126,6 @@ class RunBuilder:
         with ranks.together():
             most, bounded = learner_bound(template, batch, settings, choices, loss, self.optimizer, rule, shares_base)
             bank, average_ema = self._bank(template, train_feed.num_samples, shares_base)
-            bank.base.lend(template)
         if bank.base and bank.base.is_shared and bank.num_learners > 1:
             notes.append(f"{bank.base.num_values:,} frozen values are held once for all learners.")
         if not rule.has_central_model:  # learners share every batch and are never averaged

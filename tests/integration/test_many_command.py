@@ -11,13 +11,17 @@ import time
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
+import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from crossbow_py.cli.configuration import compose
+from crossbow_py.data.sources.digits import Digits
 from crossbow_py.many.__main__ import main
 from crossbow_py.many.config import ManyConfig
+from crossbow_py.models import MLP
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 STUDY = [
@@ -57,6 +61,25 @@ def test_study_of_folds_seeds_and_settings_leaves_its_table_and_files(capsys: py
     assert "many/validation_accuracy_by_evaluation" in events.Tags()["scalars"]
     assert main(STUDY) == 0  # goes on with what is there: nothing
     assert "0 images/s of training" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_adapters_are_folders_that_give_what_was_measured_by_peft_over_the_base(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "+experiment=digits", "max_epochs=2", "executor=serial", "output_dir=study", "device=cpu", "model.hidden=[32]",
+        'model.lora={targets: ["1"], trained: ["3"]}', "members=[{model.lora.rank: 2}, {model.lora.rank: 3}]", "seed=5",
+    ]  # fmt: skip
+    assert main(words) == 0
+    assert "Adapters, as PEFT loads them, are in study/adapters." in capsys.readouterr().out
+    found, digits = json.loads(Path("study/results.json").read_text())["members"], Digits().load(progress=False)
+    inputs, labels = digits.test
+    inputs = (inputs / 255 - digits.mean[0]) / digits.std[0]
+    for each, folder in zip(found, sorted(Path("study/adapters").iterdir()), strict=True):
+        torch.manual_seed(each["seed"])
+        model = peft.PeftModel.from_pretrained(MLP(hidden=(32,)).build((1, 8, 8), 10), folder).eval()
+        assert float((model(inputs).argmax(1) == labels).double().mean()) == pytest.approx(each["test_accuracy"])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,6 +22,7 @@ from crossbow_py.cli.help_text import help_text
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.base import Declared
 from crossbow_py.data.sources.digits import Digits
+from crossbow_py.models import MLP
 from crossbow_py.predict.__main__ import main
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.predict.prediction import SIZES
@@ -61,6 +63,24 @@ def predict(models: str, *keys: str) -> tuple[dict[str, Any], dict[str, Any]]:
     assert main([f"models=[{models}]", *ON_CPU, "output_dir=predicted", *keys]) == 0
     with np.load("predicted/predictions.npz") as arrays:
         return json.loads(Path("predicted/predict.json").read_text()), dict(arrays)
+
+
+@pytest.mark.slow
+def test_adapters_of_runs_of_other_ranks_and_scales_answer_over_one_base() -> None:
+    for number, lora in enumerate(["{rank: 2, alpha: 9", "{rank: 5, alpha: 4"]):
+        keys = ["max_epochs=2", "model.hidden=[16]", f'model.lora={lora}, targets: ["1"], trained: ["3"]}}', "seed=3"]
+        assert train.main([*TRAINED, f"output_dir=adapter{number}", *keys]) == 0
+    plain, arrays = predict("adapter0,adapter1", "executor=serial")
+    assert plain["num_architectures"] == 1
+    digits = Digits().load(progress=False)
+    inputs, _ = digits.test
+    inputs = (inputs / 255 - digits.mean[0]) / digits.std[0]
+    for number in range(2):
+        torch.manual_seed(3)
+        base = MLP(hidden=(16,)).build((1, 8, 8), 10)
+        model = peft.PeftModel.from_pretrained(base, f"adapter{number}/adapter").eval()
+        expected = model(inputs).detach().softmax(1).numpy()
+        assert np.abs(arrays["members"][number] - expected).max() <= 1e-5
 
 
 def digits() -> Tensor:

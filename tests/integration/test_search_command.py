@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,6 +16,8 @@ from safetensors.torch import load_file
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
+from crossbow_py.models import MLP
+from crossbow_py.models.lora import names_in_base
 from crossbow_py.packs import trial_registry
 from crossbow_py.predict.trained_models import load_models
 from crossbow_py.search import __main__ as search_module
@@ -63,6 +66,23 @@ def test_command_to_its_end_leaves_report_model_and_the_command_that_trains_it(
     model, again = load_file(best["model_path"]), load_file("again/model.safetensors")
     assert model.keys() == again.keys()
     assert all(torch.allclose(model[name], again[name], atol=1e-5) for name in model)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_pictures")
+def test_best_adapter_is_a_folder_that_gives_the_best_models_outputs_by_peft() -> None:
+    space = "space={model.lora.rank: [2, 3], model.lora.alpha: [4, 9]}"
+    lora = 'model.lora={targets: ["1"], save_merged: true}'
+    assert search_digits(space, lora, "num_trials=2", "output_dir=search") == 0
+    trained, weights = load_models("search/best")[0], load_file("search/best/model.safetensors")
+    base, merged = (MLP(hidden=(16,)).build((1, 8, 8), 10) for _ in range(2))
+    base.load_state_dict({own: weights[name] for name, own in names_in_base(weights).items()})
+    merged.load_state_dict(load_file("search/best/adapter/merged.safetensors"))
+    inputs = torch.randn(5, 1, 8, 8)
+    expected = trained(inputs)
+    assert not torch.allclose(base(inputs), expected)
+    assert torch.equal(peft.PeftModel.from_pretrained(base, "search/best/adapter").eval()(inputs), expected)
+    torch.testing.assert_close(merged(inputs), expected)
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_page_of_a_runs_folder_has_every_file(averaging: str, tmp_path: Path) ->
     found = {f"{path.name}/" if path.is_dir() else path.name for path in tmp_path.iterdir()}
     asked = {
         "report/", "profile.txt", "profile.json.gz", "mlflow.json", "wandb.json", "wandb/", "hang_rank0.txt",
-        "hang_nccl_rank_0",
+        "hang_nccl_rank_0", "adapter/", "adapter_0/",
     }  # fmt: skip
     named = set(first_cells("run_folder.md", "Files")) - asked
     assert found <= named

@@ -84,18 +84,21 @@ def find_rebound(module: nn.Module, bound: Mapping[str, Binding]) -> str | None:
     return None
 
 
-def find_written(module: nn.Module, bound: Mapping[str, Binding], on_a_copy: bool, follows: bool) -> str | None:
-    """Return a message about a parameter that forward wrote and whose new value would be lost; else None.
+def find_written_copy(module: nn.Module, bound: Mapping[str, Binding]) -> str | None:
+    """Return a message about a parameter that forward wrote in a copy in compute precision, which is lost; else None.
 
-    `find_rebound` must have found nothing. Writes are lost if the module computes `on_a_copy` of the weights, and those
-    of frozen parameters if learners follow an average model or share them (`follows`).
+    `find_rebound` must have found nothing.
     """
-    full = full_precision_parameters(module) if on_a_copy else set()
-    for name, parameter in module.named_parameters():
-        if parameter._version == bound[name].version:
-            continue
-        if on_a_copy and name not in full:
-            return WRITES_A_COPY.format(name)
-        if follows and not parameter.requires_grad:
-            return WRITES_FROZEN.format(name)
-    return None
+    full = full_precision_parameters(module)
+    written = [name for name in _written(module, bound) if name not in full]
+    return WRITES_A_COPY.format(written[0]) if written else None
+
+
+def find_written_base(module: nn.Module, bound: Mapping[str, Binding]) -> str | None:
+    """Return a message about a frozen parameter that forward wrote; else None."""
+    written = [name for name, own in _written(module, bound).items() if not own.requires_grad]
+    return WRITES_FROZEN.format(written[0]) if written else None
+
+
+def _written(module: nn.Module, bound: Mapping[str, Binding]) -> dict[str, nn.Parameter]:
+    return {name: own for name, own in module.named_parameters() if own._version != bound[name].version}

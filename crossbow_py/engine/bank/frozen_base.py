@@ -8,23 +8,26 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
 
-_ONLY_READ: WeakSet[nn.Module] = WeakSet()
+_Key = tuple[Precision, torch.device, bool]
+# The templates whose passes only read frozen parameters, and the bases that their banks share.
+_ONLY_READ: WeakKeyDictionary[nn.Module, dict[_Key, FrozenBase]] = WeakKeyDictionary()
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FrozenBase:
     """The values of frozen parameters, by name.
 
     Args:
-        template: the model; copied, never changed.
+        template: the model. It is copied, but for what all learners share, if it has the form and is only read.
         rows: the number of learners that hold values of their own; None if all share one row.
         channels_last: whether 4-D values are channels-last in memory.
     """
@@ -35,9 +38,13 @@ class FrozenBase:
         self.is_shared, self._on_host = rows is None, dict[str, Tensor]()
         full, self._master = full_precision_parameters(template), dict[str, Tensor]()  # [1 or rows, *shape]
         self._of_passes: dict[str, Tensor] = {}  # the same tensors, or in compute precision
+        adopts = self.is_shared and only_reads(template)
         for name, own in frozen_parameters(template).items():
-            values = _empty((rows or 1, *own.shape), precision.master, device, channels_last)
-            self._master[name] = values.copy_(own.detach())
+            if adopts and _is_like(own, precision.master, device, channels_last):
+                values = own.detach().unsqueeze(0)
+            else:
+                values = _empty((rows or 1, *own.shape), precision.master, device, channels_last).copy_(own.detach())
+            self._master[name] = values
             self._of_passes[name] = values if name in full else values.to(precision.compute)
 
     def __len__(self) -> int:
@@ -67,12 +74,13 @@ class FrozenBase:
         """Return, as passes read them, `[*shape]` of what is shared, or `[K, *shape]` of K rows from `first` on."""
         return {n: own[0] if self.is_shared else own[first : first + num_rows] for n, own in self._of_passes.items()}
 
-    def lend(self, template: nn.Module) -> None:
-        """Have a template hold the values in the memory that learners share, so that they are there once.
+    def is_of(self, template: nn.Module) -> bool:
+        """Return whether a template holds the values in the memory that learners share."""
+        return all(own.data_ptr() == self._master[name].data_ptr() for name, own in frozen_parameters(template).items())
 
-        Not if its forward may write them, see `only_reads`.
-        """
-        for name, own in frozen_parameters(template).items() if self.is_shared and template in _ONLY_READ else ():
+    def lend(self, template: nn.Module) -> None:
+        """Have a template hold the values in the memory that learners share, so that they are there once."""
+        for name, own in frozen_parameters(template).items():
             own.data = self._master[name][0]
 
     def load(self, learner: int, values: Mapping[str, Tensor]) -> None:
@@ -107,6 +115,52 @@ class FrozenBase:
         return {name: own.to("cpu", copy=True).unsqueeze(0) for name, own in self.master(learner).items()}
 
 
+def base_of(
+    template: nn.Module, rows: int | None, precision: Precision, device: torch.device, channels_last: bool
+) -> FrozenBase:
+    """Return the base for a bank: the same for all banks of a template that share it, which holds it in their memory.
+
+    A new one if each of `rows` learners holds its own, or if passes may write frozen parameters, see `only_reads`.
+    """
+    key, known = (precision, device, channels_last), _ONLY_READ.get(template)
+    if rows is not None or known is None:
+        return FrozenBase(template, rows, precision, device, channels_last)
+    if key not in known or not known[key].is_of(template):
+        known[key] = FrozenBase(template, rows, precision, device, channels_last)
+        known[key].lend(template)
+    return known[key]
+
+
+def share_frozen(template: nn.Module, others: Iterable[nn.Module]) -> None:
+    """Have a template hold frozen values that others hold, too, in their memory; values are equal bit by bit.
+
+    No memory is taken twice: in copies of the template parameters stay apart.
+
+    Args:
+        template, others: models that are copied, but neither run nor trained themselves.
+    """
+    mine = frozen_parameters(template).values()
+    theirs = {own.data_ptr(): own for other in others for own in frozen_parameters(other).values()}
+    taken, free = {own.data_ptr() for own in mine}, dict[object, list[nn.Parameter]]()
+    for pointer, own in theirs.items():
+        if pointer not in taken:
+            free.setdefault(_form(own), []).append(own)
+    for own in mine:
+        alike = free.get(_form(own), []) if own.data_ptr() not in theirs else []
+        found = next((place for place, other in enumerate(alike) if _have_same_bits(own, other)), None)
+        if found is not None:
+            own.data = alike.pop(found).data
+
+
+def _form(own: nn.Parameter) -> object:
+    return type(own), own.shape, own.dtype, own.device
+
+
+def _have_same_bits(own: Tensor, other: Tensor) -> bool:
+    bits = _BITS.get(own.itemsize)
+    return bits is not None and torch.equal(own.detach().view(bits), other.detach().view(bits))
+
+
 def only_reads(template: nn.Module) -> bool:
     """Return whether `note_only_read` was said of a module: then what is frozen in its copies may be one memory."""
     return template in _ONLY_READ
@@ -114,7 +168,7 @@ def only_reads(template: nn.Module) -> bool:
 
 def note_only_read(template: nn.Module) -> None:
     """Note that a module's passes, in training and in evaluation, were seen to leave frozen parameters as they are."""
-    _ONLY_READ.add(template)
+    _ONLY_READ.setdefault(template, {})
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -148,6 +202,13 @@ def copy_with(template: nn.Module, state: Mapping[str, Tensor], dtype: torch.dty
             if name not in read:
                 value.copy_(state[name])
     return module
+
+
+def _is_like(own: nn.Parameter, dtype: torch.dtype, device: torch.device, channels_last: bool) -> bool:
+    """Return whether a parameter is as a base has it."""
+    last = torch.channels_last if channels_last and own.ndim == 4 else torch.contiguous_format
+    is_there = own.device.type == device.type and device.index in (None, own.device.index)
+    return type(own) is nn.Parameter and own.dtype == dtype and is_there and own.is_contiguous(memory_format=last)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, channels_last: bool) -> Tensor:

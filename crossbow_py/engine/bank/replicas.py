@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import GradientMean
-from crossbow_py.core.errors import UserError
+from crossbow_py.core.errors import BaseWrittenError, UserError
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.bank.binding import bind, bindings_of, find_rebound, find_written
-from crossbow_py.engine.bank.frozen_base import FrozenBase
+from crossbow_py.engine.bank.binding import bind, bindings_of, find_rebound, find_written_base, find_written_copy
+from crossbow_py.engine.bank.frozen_base import FrozenBase, base_of
 from crossbow_py.engine.bank.layout import (
     Block,
     Order,
@@ -117,7 +117,7 @@ class ReplicaBank:
         self.buffer_layout = buffer_layout(template)
         self.order: Order = order or ("rows" if device.type == "cpu" else "blocks")
         rows = None if shares_base else max(capacity or num_learners, num_learners)
-        self.base = base or FrozenBase(template, rows, precision, device, channels_last)
+        self.base = base or base_of(template, rows, precision, device, channels_last)
         self.num_learners, self._training, self._gradient_mean = num_learners, training, gradient_mean
         self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3)) if training else [self._rows(1)] * 3
         self._summed_gradients: list[Tensor] = []
@@ -236,14 +236,19 @@ class ReplicaBank:
     def check_bindings(self, averages: bool) -> None:
         """Check that modules are still views of their rows; `averages` says that learners follow an average model.
 
-        Raises UserError if a forward replaced a parameter or buffer, or wrote where it is lost; see `find_written`.
+        Raises UserError if a forward replaced a parameter or buffer, or wrote where it is lost: a copy in compute
+        precision; BaseWrittenError if it wrote frozen parameters while learners follow an average model or share them.
         """
         follows = averages or (self.base.is_shared and self.num_learners > 1)
         for learner in range(self.num_learners):
             module, bound = self._modules[learner], self._bound[learner]
-            found = find_rebound(module, bound) or find_written(module, bound, self.precision.has_shadow, follows)
+            found = find_rebound(module, bound)
+            if found is None and self.precision.has_shadow:
+                found = find_written_copy(module, bound)
             if found is not None:
                 raise UserError(found)
+            if follows and (found := find_written_base(module, bound)) is not None:
+                raise BaseWrittenError(found)
 
     def module(self, learner: int) -> nn.Module:
         """Return a learner's module, in training mode, or in evaluation mode where the bank is not for training."""

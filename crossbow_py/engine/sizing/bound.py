@@ -98,15 +98,14 @@ def saved_bytes(template: nn.Module, inputs: Tree, precision: Precision) -> int:
     device = leaves(inputs)[0].device
     replace_dropout(model, torch.Generator(device))
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, tuple[int, Tensor]] = {}  # holds tensors, or another one could get the same address
+    kept: dict[int, tuple[int, Tensor]] = {}  # holds memory, or another tensor could get the same address
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> None:  # an output that is held would hold its graph, and so itself, for ever
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes(), tensor
-        return tensor
+            kept[storage.data_ptr()] = storage.nbytes(), tensor.detach()
 
-    with kept_torch_state(device), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with kept_torch_state(device), torch.autograd.graph.saved_tensors_hooks(pack, lambda none: none):
         call(model, inputs)
     return sum(size for size, _ in kept.values())
 

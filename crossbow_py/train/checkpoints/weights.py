@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import shutil
+import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -13,13 +17,15 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import CheckpointError, UserError
-from crossbow_py.core.files import replacing
+from crossbow_py.core.files import replacing, sync
 from crossbow_py.distributed.ranks import Ranks
-from crossbow_py.engine.modules.standardized import NAMES, standardize_as
-from crossbow_py.models.lora import names_in_base
+from crossbow_py.engine.modules.standardized import NAMES, is_standardized, standardize_as
+from crossbow_py.models.lora import SAVE_MERGED, names_in_base
 from crossbow_py.telemetry.records import DIGESTS, read_summary
 
 MODEL_FILE = "model.safetensors"  # in the folder of a run with one model
+ADAPTER_FOLDER = "adapter"  # beside it, if it has adapters
+MERGED_FILE = "merged.safetensors"  # in that, if it was asked for
 
 
 def save_weights(module: nn.Module, path: Path) -> str:
@@ -36,6 +42,43 @@ def save_weights(module: nn.Module, path: Path) -> str:
             raise OSError(str(error)) from error
         partial.chmod(mode)
         return _sha256(partial)
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Return whether a module is a `peft.PeftModel` whose adapter is all that it has learned.
+
+    One that counts in standard deviations of its targets would be saved without these.
+    """
+    peft = sys.modules.get("peft")  # two seconds to import, and no model is PEFT's before it is
+    return peft is not None and isinstance(module, peft.PeftModel) and not is_standardized(module)
+
+
+def save_adapter(module: Any, folder: Path) -> None:
+    """Write a model's adapter as `PeftModel.from_pretrained` reads it, in place of what the folder has.
+
+    With `MERGED_FILE`, plain weights of the base with the adapter in them, if the model is to be saved so. Does nothing
+    for what is no adapter. Raises OSError.
+    """
+    if not is_adapter(module):
+        return
+    partial = folder.with_name(f".{uuid.uuid4().hex}.partial")
+    try:
+        partial.mkdir()
+        try:
+            # Whether embeddings were resized is not asked of the hub.
+            module.save_pretrained(str(partial), save_embedding_layers=False)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        for path in partial.rglob("*.safetensors"):
+            path.chmod((path.parent / "adapter_config.json").stat().st_mode)  # see `save_weights`
+            sync(path)
+        if getattr(module, SAVE_MERGED, False):
+            save_weights(copy.deepcopy(module).merge_and_unload(), partial / MERGED_FILE)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class SavedModels(NamedTuple):
@@ -59,11 +102,13 @@ def save_models(
     if folder is None:
         return SavedModels(None, {}, samples_seen)
     digests = dict[str, str]()
-    names = [MODEL_FILE] if single else [f"model_{j}.safetensors" for j in range(len(models))]
+    ends = [""] if single else [f"_{j}" for j in range(len(models))]
+    names = [f"model{end}.safetensors" for end in ends]
     with ranks.together():
-        for name, module in zip(names, models, strict=True) if ranks.is_first else ():
+        for name, end, module in zip(names, ends, models, strict=True) if ranks.is_first else ():
             try:
                 digests[name] = save_weights(module, folder / name)
+                save_adapter(module, folder / f"{ADAPTER_FOLDER}{end}")
             except OSError as error:
                 raise UserError(
                     f"cannot write {folder / name} ({error}); make room there and resume the run."

@@ -36,7 +36,7 @@ from crossbow_py.telemetry.records import (
 from crossbow_py.telemetry.timeline import TRACE_FILE
 from crossbow_py.train.checkpoints.checkpoint import FOLDER as CHECKPOINTS_FOLDER
 from crossbow_py.train.checkpoints.checkpoint import checkpoints, holds_run, upgraded
-from crossbow_py.train.checkpoints.weights import MODEL_FILE
+from crossbow_py.train.checkpoints.weights import ADAPTER_FOLDER, MODEL_FILE
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 
 LOCK_FILE = ".lock"
@@ -135,7 +135,7 @@ def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
 def _check_own(run: Path) -> None:
     """Raise UserError for a folder in which a file of the run is a link or a pipe."""
     try:
-        check_own(run, _FILES, (CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER))
+        check_own(run, _FILES, (CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER, ADAPTER_FOLDER))
     except OSError as error:
         raise unwritable(run, error) from error
 

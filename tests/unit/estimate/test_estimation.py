@@ -79,6 +79,25 @@ class Embeds(nn.Module):
         return scores
 
 
+def test_adapters_that_fit_over_one_base_are_counted_and_said_in_a_sentence() -> None:
+    words = ["model=mlp", "model.hidden=[256,256]", "data=mnist", "memory=64MiB", "held_back=0", "precision=fp32"]
+    words += ["optimizer=adamw", "batch_size=2", "executor=serial"]
+    found = estimate(compose([*words, "model.lora={rank: 2, targets: ['1', '3']}"], EstimateConfig))
+    count, base = found.fitting_adapters, 784 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10
+    assert count is not None
+    needed = [found.model.predicted_bytes(2, k, 1) for k in (count, count + 1)]
+    assert needed[0] <= 64 * 2**20 < needed[1]
+    each = (needed[0] - found.model.predicted_bytes(2, 1, 1)) / (count - 1)
+    own = 2 * (784 + 256 + 256 + 256) * 4 * 5  # weights, gradients, corrections and two moments
+    assert each == pytest.approx(own, rel=0.02)
+    assert (
+        f"\nIn crossbow_py.many {count:,} adapters fit over one base of {base:,} values, 1.03 MiB, with batch_size=2; "
+        in as_text(found)
+    )
+    plain = estimate(compose(words, EstimateConfig))
+    assert plain.fitting_adapters is None and "adapters" not in as_text(plain)
+
+
 @pytest.mark.slow
 def test_estimate_writes_an_answer_that_fits_and_the_next_larger_does_not(tmp_path: Path) -> None:
     found = plain(tmp_path, "+experiment=resnet20", "memory=2GiB", "num_learners=3", "held_back=0", "precision=fp32")

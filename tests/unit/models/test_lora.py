@@ -237,3 +237,67 @@ def test_settings_of_a_model_put_adapters_in_and_are_written_as_they_are_read() 
     assert not isinstance(MLP(hidden=(8,)).make((1, 2, 2), 3), peft.PeftModel)
     with pytest.raises(UserError, match=r"unknown key model\.lora\.rnk; did you mean 'model\.lora\.rank'"):
         MLP(lora={"rnk": 2})
+
+
+def logits_of(folder: Path, inputs: Tensor, over: Any = base) -> Tensor:
+    """What PEFT computes with a saved adapter over the base."""
+    with torch.no_grad():
+        found: Tensor = peft.PeftModel.from_pretrained(over(), folder).eval()(inputs)
+    return found
+
+
+def test_members_are_saved_in_folders_of_their_names_that_peft_loads(tmp_path: Path) -> None:
+    members = [
+        Member(name=f"rate/{rank}, {alpha}", model=adapted(rank=rank, alpha=alpha, save_merged=rank == 3))
+        for rank, alpha in ((2, 4), (2, 9), (3, 7))
+    ] + [Member(name="plain")]
+    call: Any = {"batch_size": 4, "max_epochs": 3, "executor": "serial", "output_dir": tmp_path}
+    inputs, _ = data_of()
+    for _ in range(2):  # the second call trains nothing
+        results = train_many(base, data_of(), members=members, **call)
+        assert f"Adapters, as PEFT loads them, are in {tmp_path / 'adapters'}." in results.notes
+        names = ["rate-2,-4", "rate-2,-9", "rate-3,-7"]
+        assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == names
+        with torch.no_grad():
+            for name, result in zip(names, results, strict=False):
+                assert torch.equal(logits_of(tmp_path / "adapters" / name, inputs), result.model(inputs))
+        plain = base()
+        plain.load_state_dict(load_file(tmp_path / "adapters" / names[2] / "merged.safetensors"))
+        torch.testing.assert_close(plain(inputs), results[2].model(inputs))
+        assert not (tmp_path / "adapters" / names[0] / "merged.safetensors").exists()
+    modes = {path.stat().st_mode for path in (tmp_path / "adapters" / names[0]).iterdir()}
+    assert len(modes) == 1  # others may read them
+
+
+@pytest.mark.parametrize("averaging", ["sma", "independent"])
+def test_a_run_saves_its_adapter_beside_its_weights(tmp_path: Path, averaging: str) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "num_learners": 2, "executor": "serial", "tensorboard": False}
+    options |= {"averaging": averaging, "output_dir": tmp_path}
+    inputs, _ = data_of()
+    for epochs, resume in ((1, None), (2, "auto")):
+        trainer = Trainer(adapted(rank=3, alpha=7, save_merged=True), data_of(), resume=resume, **options)
+        result = trainer.fit(max_epochs=epochs)
+        ends = [""] if averaging == "sma" else ["_0", "_1"]
+        with torch.no_grad():
+            for end, model in zip(ends, result.models or [result.model], strict=True):
+                assert torch.equal(logits_of(tmp_path / f"adapter{end}", inputs), model(inputs))
+                plain = base()
+                plain.load_state_dict(load_file(tmp_path / f"adapter{end}" / "merged.safetensors"))
+                torch.testing.assert_close(plain(inputs), model(inputs))
+        assert not list(tmp_path.glob(".*partial"))
+
+
+def test_what_an_adapter_would_lack_is_not_saved_as_one(tmp_path: Path) -> None:
+    inputs, _ = data_of()
+    data = inputs, inputs.sum(1, keepdim=True) + 50
+
+    def one() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    train_many(
+        LoRA(one, rank=2, targets=["0"]), data, members=1, batch_size=4, max_epochs=1, loss=nn.functional.mse_loss,
+        standardize_targets=True, executor="serial", output_dir=tmp_path,
+    )  # fmt: skip
+    assert not (tmp_path / "adapters").exists()
+    state = load_file(next(tmp_path.glob("members/*.safetensors")))
+    assert {"target_std", "base_model.model.0.base_layer.weight"} <= state.keys()

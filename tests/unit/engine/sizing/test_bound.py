@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,15 @@ def test_saved_bytes_are_those_kept_for_the_backward_pass() -> None:
     # Of linear, tanh, linear: the input, 5 · 4 values, and the output of tanh, 5 · 7, each once; no weights.
     chain = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
     assert saved_bytes(chain, torch.zeros(5, 4), FP32) == 4 * (5 * 4 + 5 * 7)
+
+
+def test_pass_that_is_counted_leaves_no_graph_behind() -> None:
+    """Of outputs that are saved for the backward pass, as ReLU's is; with them the model's weights would live on."""
+    chain = nn.Sequential(nn.Linear(61, 67), nn.ReLU(), nn.Linear(67, 61), nn.ReLU())
+    saved_bytes(chain, torch.zeros(5, 61), FP32)
+    gc.collect()
+    weights = [own for own in gc.get_objects() if type(own) is nn.Parameter and own.shape in ((67, 61), (61, 67))]
+    assert {id(own) for own in weights} == {id(chain[0].weight), id(chain[2].weight)}
 
 
 def test_free_bytes_of_the_host_are_known() -> None:
