@@ -124,11 +124,17 @@ def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def frozen_values(model: nn.Module) -> str | None:
     """Return a text that is equal for models whose frozen parameters are equal; None for a model without any."""
-    found, known = frozen_parameters(model), hashlib.sha256()
-    for name, own in found.items():
+    found = frozen_parameters(model)
+    return values_digest(found) if found else None
+
+
+def values_digest(values: Mapping[str, Tensor]) -> str:
+    """Return a text that is equal for equal values by name."""
+    known = hashlib.sha256()
+    for name, own in values.items():
         known.update(repr((name, tuple(own.shape))).encode())
         known.update(own.detach().float().cpu().flatten().numpy().data)
-    return known.hexdigest()[:16] if found else None
+    return known.hexdigest()[:16]
 
 
 def copy_with(template: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype, reads: bool) -> nn.Module:

@@ -113,7 +113,7 @@ def _with_moved_weights(bank: ReplicaBank, learner: int, values: Callable[[], co
         bank.refresh_shadow(learner)
 
 
-class _Passes:
+class Passes:
     """Passes of a bank's learners, by their modules and by a fused graph, that leave buffers as they were.
 
     All begin with the same random numbers.
@@ -174,7 +174,7 @@ def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
     A graph repeats what forward read outside the model when it was exported, such as a temperature that a callback
     changes. Nothing may be in flight, and nothing is changed. Also None if they cannot be compared.
     """
-    passes, learner = _Passes(tasks), fused.learners.start
+    passes, learner = Passes(tasks), fused.learners.start
     shared = _shares_batches(tasks)
     batch = tasks.feed.for_measuring().batch(0).parts(tasks.accumulate)[0]
     try:
@@ -314,7 +314,7 @@ def _failing(what: str) -> Iterator[None]:
         raise FusionError(f"{what} ({one_line(error)[:160]})") from error
 
 
-class _Pair(_Passes):
+class _Pair(Passes):
     """Two learners, each with a batch, in a bank made for the comparison."""
 
     def __init__(self, compared: Comparison, kernels: bool) -> None:
