@@ -296,8 +296,8 @@ class FusedGraph:
         values = self._leaves(inputs, shared)
         for step in self.cut.before:
             self._run_step(step, values)
-        found = [values[node] for node in self.cut.nodes]
-        return Midway(tuple(own.tensor if shared else stack(own, self._num_learners) for own in found))
+        rows = [stack(values[node], self._num_learners) for node in self.cut.nodes]
+        return Midway(tuple(own[0] if shared else own for own in rows))
 
     def buffers_before_cut(self) -> dict[str, Tensor] | None:
         """Return the buffers that are read before the cut; None while they differ between learners."""
@@ -403,7 +403,7 @@ class FusedGraph:
         """
         # Rules use other operators than the model does, for which autocast may choose other dtypes.
         casts = step.modes is not None and step.modes.casts
-        step.settled, step.rule = True, loop if casts else _choose(step.call, args, kwargs, self._fuses)
+        step.settled, step.rule = True, loop if casts else _choose(step, args, kwargs, self._fuses)
         try:
             result = step.rule(step.call, args, kwargs)
             # Taking one of several results computes nothing, and cannot be looped over.
@@ -444,15 +444,16 @@ def _is_assertion(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and base_name(node.target) in _ASSERTIONS
 
 
-def _choose(call: Call, args: list[Any], kwargs: Mapping[str, Any], fuses: bool) -> Rule:
+def _choose(step: Step, args: list[Any], kwargs: Mapping[str, Any], fuses: bool) -> Rule:
     """Return the rule of an operator by its name, tags and arguments; without `fuses`, the loop unless it draws."""
+    call = step.call
     if call.target is operator.getitem:
         return _getitem
     values = values_in([*args, *kwargs.values()])
     if any(isinstance(value, PerLearner) for value in values):
         counts = call.must_write and isinstance(args[0], PerLearner) and base_name(call.target) == "add"
         return elementwise.add_to_integer_buffers if counts else loop
-    draws_numbers = torch.Tag.nondeterministic_seeded in call.target.tags
+    draws_numbers = draws.draws(step.node)
     if not draws_numbers and all(value.layout is Layout.SHARED for value in values if isinstance(value, Fused)):
         return _shared
     if not fuses and not draws_numbers:
