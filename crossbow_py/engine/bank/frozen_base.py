@@ -36,9 +36,12 @@ class FrozenBase:
         full, self._master = full_precision_parameters(template), dict[str, Tensor]()  # [1 or rows, *shape]
         self._of_passes: dict[str, Tensor] = {}  # the same tensors, or in compute precision
         for name, own in frozen_parameters(template).items():
-            values = _empty((rows or 1, *own.shape), precision.master, device, channels_last)
+            # What is in the format of passes stays in it, as a base that was loaded in bfloat16; whole numbers do, too.
+            stays = not own.is_floating_point() or (own.dtype == precision.compute and name not in full)
+            dtype = own.dtype if stays else precision.master
+            values = _empty((rows or 1, *own.shape), dtype, device, channels_last)
             self._master[name] = values.copy_(own.detach())
-            self._of_passes[name] = values if name in full else values.to(precision.compute)
+            self._of_passes[name] = values if stays or name in full else values.to(precision.compute)
 
     def __len__(self) -> int:
         return len(self._master)
@@ -56,7 +59,7 @@ class FrozenBase:
         return {name: own[0 if self.is_shared else learner] for name, own in self._of_passes.items()}
 
     def master(self, learner: int) -> dict[str, Tensor]:
-        """Return a learner's values `[*shape]` in master precision, views."""
+        """Return a learner's values `[*shape]` in master precision, or in their own, of which they have all digits."""
         return {name: own[0 if self.is_shared else learner] for name, own in self._master.items()}
 
     def masters(self, num_rows: int) -> dict[str, Tensor]:
@@ -133,7 +136,8 @@ def values_digest(values: Mapping[str, Tensor]) -> str:
     known = hashlib.sha256()
     for name, own in values.items():
         known.update(repr((name, tuple(own.shape))).encode())
-        known.update(own.detach().float().cpu().flatten().numpy().data)
+        plain = own.detach().float() if own.is_floating_point() else own
+        known.update(plain.cpu().flatten().numpy().data)
     return known.hexdigest()[:16]
 
 
@@ -142,7 +146,7 @@ def copy_with(template: nn.Module, state: Mapping[str, Tensor], dtype: torch.dty
     frozen = frozen_parameters(template)
     state, named = {**frozen, **state}, frozen if reads and template in _ONLY_READ else {}
     read = {
-        name: nn.Parameter(state[name].to(own.device, dtype), False)
+        name: nn.Parameter(state[name].to(own.device, dtype if own.is_floating_point() else None), False)
         for name, own in named.items()
         if type(own) is nn.Parameter
     }

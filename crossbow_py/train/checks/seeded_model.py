@@ -87,6 +87,13 @@ def _check_tensors(module: nn.Module) -> None:
                 "on one where it is made, before it is returned: model(torch.zeros(2, ...))."
             )
     for name, parameter in module.named_parameters():
+        if type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__ or (
+            type(parameter) is not nn.Parameter and not parameter.is_floating_point()
+        ):
+            raise UserError(
+                f"the model's {name} is quantized ({type(parameter).__name__}), and learners hold plain tensors; load "
+                "the base without quantization, as in from_pretrained(..., dtype=torch.bfloat16), or dequantize it."
+            )
         if parameter.is_complex():
             raise UserError(
                 f"the model's {name} is complex, and learners' weights are real; keep torch.view_as_real of it as the "

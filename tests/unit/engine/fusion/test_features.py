@@ -129,7 +129,13 @@ def test_what_cannot_be_kept_is_refused_where_it_is_asked_for(settings: dict[str
 def cut_of(model: nn.Module) -> tuple[int, float] | None:
     """Return the values of a sample that cross the cut of a model of images, and the share of products before it."""
     bank = ReplicaBank(
-        model.train(), 2, device=torch.device("cpu"), precision=FP32, state_names=(), order="blocks", channels_last=False
+        model.train(),
+        2,
+        device=torch.device("cpu"),
+        precision=FP32,
+        state_names=(),
+        order="blocks",
+        channels_last=False,
     )
     found = find_cut(FusedGraph(model, torch.zeros(4, 3, 8, 8), bank), 4)
     return None if found is None else (sum(node.meta["val"][0].numel() for node in found.nodes), found.share)
