@@ -18,7 +18,8 @@ from crossbow_py.core.trees import form_of
 from crossbow_py.core.version import __version__
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.executors import EXECUTORS, Executor, FusedExecutor, SerialExecutor, candidates
+from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor, candidates
+from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.fusion.fused_agreement import Comparison
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Round, RoundTasks

@@ -138,12 +138,12 @@ class ResidentFeed(Feed):
 
     def gathered(self, picks: Tensor, rows: int | None = None) -> Batch:
         """Return the batch `[n, ...]` of picks [R, n], not mixed; with `rows` = K as K batches `[K, n/K, ...]`."""
-        inputs = map_tree(lambda own: _in_rows(own, rows), self._inputs.take(picks))
+        inputs = map_tree(lambda own: in_rows(own, rows), self._inputs.take(picks))
         return Batch(inputs, self.targets_of(picks, rows))
 
     def targets_of(self, picks: Tensor, rows: int | None = None) -> Tensor:
         """Return the targets of `gathered`."""
-        return _in_rows(self._inputs.take_targets(picks, self._targets), rows)
+        return in_rows(self._inputs.take_targets(picks, self._targets), rows)
 
     def picks(self, starts: tuple[int, ...]) -> Tensor:
         """Return the picks [R, n] of the batches, whose first row is sample ids."""
@@ -255,5 +255,6 @@ class ResidentFeed(Feed):
         return torch.from_numpy(picks).to(self._targets.device)
 
 
-def _in_rows(values: Tensor, rows: int | None) -> Tensor:
+def in_rows(values: Tensor, rows: int | None) -> Tensor:
+    """Return values `[n, ...]`, or with `rows` = K as `[K, n/K, ...]`, a view."""
     return values if rows is None else values.view(rows, -1, *values.shape[1:])

@@ -16,13 +16,14 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import read_host
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.data.feed import Batch
-from crossbow_py.data.resident.resident_feed import ResidentFeed
+from crossbow_py.data.resident.resident_feed import ResidentFeed, in_rows
 from crossbow_py.engine.bank.frozen_base import values_digest
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.fusion.cut import find_cut
 from crossbow_py.engine.fusion.fused_agreement import Passes
 from crossbow_py.engine.fusion.fused_pass import FusedPass
-from crossbow_py.engine.fusion.graph import Cut, Fused, Midway
+from crossbow_py.engine.fusion.graph import Cut, Midway
+from crossbow_py.engine.fusion.values import Fused
 from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.trust import compare, not_used, once
 
@@ -110,7 +111,7 @@ class FeatureBatches:
                 self._features.put(ids, self._computed(inputs, rows))
             except (IndexError, RuntimeError):
                 return inputs  # the pass, which fails too, explains it
-        return Batch(_in_rows(self._features.take(ids), rows), self._feed.targets_of(picks, rows))
+        return Batch(_midway(self._features.take(ids), rows), self._feed.targets_of(picks, rows))
 
     def _computed(self, batch: Batch, rows: int | None) -> Midway:
         """Return features `[n, ...]` of a batch `[B, ...]`, or of batches `[K, B, ...]` if `rows` is K."""
@@ -147,7 +148,7 @@ class FeatureBatches:
         back, own = order.argsort()[: picks.shape[1] // 2], picks[:, : picks.shape[1] // 2]
         mixed = Midway(tuple(torch.cat(each)[back] for each in zip(*(half.values for half in halves), strict=True)))
         inputs = self._feed.gathered(own, rows)
-        both = [inputs, inputs._replace(inputs=_in_rows(mixed, rows))]
+        both = [inputs, inputs._replace(inputs=_midway(mixed, rows))]
         plain, cut = (passes.together(fused, each.parts(self._tasks.accumulate, lead)[0], shared) for each in both)
         for learner, expected, found in zip(fused.learners, plain, cut, strict=True):
             if all(torch.equal(found[name], own) for name, own in expected.items()):
@@ -221,6 +222,5 @@ def _features_of(feed: ResidentFeed, cut: Cut, bank: ReplicaBank, asked: bool) -
     return once("features", key, new, bank.template)
 
 
-def _in_rows(features: Midway, rows: int | None) -> Midway:
-    """Return values `[n, ...]`, or with `rows` = K as `[K, n/K, ...]`."""
-    return features if rows is None else Midway(tuple(own.unflatten(0, (rows, -1)) for own in features.values))
+def _midway(features: Midway, rows: int | None) -> Midway:
+    return Midway(tuple(in_rows(own, rows) for own in features.values))

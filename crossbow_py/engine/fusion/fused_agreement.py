@@ -124,6 +124,7 @@ class Passes:
         self.names = self.bank.layout.names
 
     def seed(self) -> None:
+        """Have all generators begin anew."""
         for learner in range(self.bank.num_learners):
             self.bank.generators[learner].manual_seed(learner)
         torch.manual_seed(0)
@@ -131,11 +132,13 @@ class Passes:
         np.random.seed(0)
 
     def loss(self, learner: int, batch: Batch) -> Tensor:
+        """Return the loss of a learner's module on a batch."""
         with OwnDraws(self.bank.generators[learner]):
             output, targets = self.tasks.read(call(self.bank.module(learner), batch.inputs), batch.targets)
         return self.loss_of(learner, output, targets)
 
     def loss_of(self, learner: int, output: Tree, targets: Tensor) -> Tensor:
+        """Return the loss of a learner's output."""
         return self.tasks.loss_of(learner, output, targets)
 
     def alone(self, learner: int, batch: Batch) -> dict[str, Tensor]:

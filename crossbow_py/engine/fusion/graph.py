@@ -167,8 +167,7 @@ class FusedGraph:
         self._add_units(units)
         free_after_use(self.steps, self._outputs.nodes)
         self.cut: Cut | None = None
-        self._shared: bool | None = None
-        self._midway = False
+        self._state: tuple[bool | None, bool] = None, False  # what learners share, and whether runs begin midway
 
     def _find_counters(self, writes: Mapping[Node, Write]) -> set[Node]:
         """Return the operators that count batches, if nothing else uses the bank's counters."""
@@ -292,7 +291,7 @@ class FusedGraph:
     def before_cut(self, inputs: Tree, shared: bool) -> Midway:
         """Return the values of the cut's nodes for inputs as `run` takes them."""
         assert self.cut is not None, "a cut is set"
-        self._settle_for(shared, self._midway)
+        self._settle_for(shared, self._state[1])
         values = self._leaves(inputs, shared)
         for step in self.cut.before:
             self._run_step(step, values)
@@ -329,8 +328,8 @@ class FusedGraph:
 
     def _settle_for(self, shared: bool, midway: bool) -> None:
         """Have rules chosen again where learners share something else than in the run before."""
-        if (shared, midway) != (self._shared, self._midway):
-            self._shared, self._midway = shared, midway
+        if (shared, midway) != self._state:
+            self._state = shared, midway
             self._choose_anew()
         self._share_buffers()
 
