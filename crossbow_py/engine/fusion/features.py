@@ -23,7 +23,6 @@ from crossbow_py.engine.fusion.cut import find_cut
 from crossbow_py.engine.fusion.fused_agreement import Passes
 from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.fusion.graph import Cut, Midway
-from crossbow_py.engine.fusion.values import Fused
 from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.trust import compare, not_used, once
 
@@ -60,7 +59,7 @@ class Features:
         self._rows = [  # memory is taken as it is filled
             torch.empty(num_samples, *shape, dtype=own.dtype) for own, shape in zip(values, shapes, strict=True)
         ]
-        self.known, self.of, self.is_told = torch.zeros(num_samples, dtype=torch.bool), "", False
+        self.known, self.of, self.is_told = torch.zeros(num_samples, dtype=torch.bool), ("", "", 0), False
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +94,8 @@ class FeatureBatches:
 
     def __init__(self, tasks: RoundTasks, fused: FusedPass, feed: ResidentFeed, features: Features) -> None:
         self._tasks, self._pass, self._feed, self._features = tasks, fused, feed, features
-        self._base, self._seen = values_digest(tasks.bank.base.row(0)), dict[str, Fused]()
+        self._base, self._of_buffers = values_digest(tasks.bank.base.row(0)), values_digest({})
+        self._seen: object = None
         self._stand_in: set[bool] = set()  # where they can, see `try_on`
 
     def __call__(self, plan: Round) -> Batch:
@@ -126,11 +126,11 @@ class FeatureBatches:
         buffers = graph.buffers_before_cut()
         if buffers is None:
             return False
-        if self._seen is not graph.shared_buffers or not self._features.of.endswith(f" {threads}"):
-            self._seen, of = graph.shared_buffers, f"{self._base} {values_digest(buffers)} {threads}"
-            if of != self._features.of:
-                self._features.known.zero_()
-                self._features.of = of
+        if self._seen is not graph.shared_buffers:
+            self._seen, self._of_buffers = graph.shared_buffers, values_digest(buffers)
+        if self._features.of != (of := (self._base, self._of_buffers, threads)):
+            self._features.known.zero_()
+            self._features.of = of
         return True
 
     def try_on(self, shared: bool, exact: bool) -> str | None:

@@ -16,6 +16,7 @@ from crossbow_py.engine.fusion.cut import find_cut
 from crossbow_py.engine.fusion.graph import FusedGraph, Midway
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.many.results import Results
+from crossbow_py.telemetry.events import RoundEnd
 
 IMAGES = torch.randint(0, 256, (96, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 LABELS = torch.randint(0, 3, (96,), generator=torch.Generator().manual_seed(2))
@@ -97,6 +98,22 @@ def test_learners_that_average_train_to_the_same_bits() -> None:
 
     expected = weights(False)
     assert all(torch.equal(value, expected[name]) for name, value in weights("auto").items())
+
+
+def test_features_of_buffers_that_a_callback_has_written_since_are_forgotten() -> None:
+    def weights(cache: Any) -> Tensor:
+        trainer = Trainer(
+            model=probe, train_data=(IMAGES, LABELS), num_learners=2, batch_size=8, cache_features=cache, **SETTINGS
+        )
+
+        def write(_: RoundEnd) -> None:
+            if trainer.state.round_index == 14:  # of 6 an epoch
+                for learner in range(2):
+                    trainer.run.bank.module(learner).get_buffer("0.1.running_mean").add_(0.5)
+
+        return trainer.fit(max_epochs=4, after_round=write).model.state_dict()["3.weight"]
+
+    assert torch.equal(weights("auto"), weights(False))
 
 
 def test_members_with_other_buffers_of_frozen_layers_train_as_without_features() -> None:
