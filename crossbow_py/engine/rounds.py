@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ _DRAWS_LATE = (
     "from torch's own generator, and will not repeat."
 )
 _MOST_FALSE_ALARMS = 3
+CacheFeatures = Literal["auto"] | bool
 _WATCHED = 16  # rounds: the first, and one in as many, in which a model that drew nothing is watched, at 6 µs a learner
 
 
@@ -167,6 +168,7 @@ class RoundTasks:
         label_smoothing: ε of every row, `[capacity]` on the bank's device; with it the loss is cross-entropy.
         compares: whether some rounds compare gradients.
         accumulate: into how many micro-batches a learner's batch is split, whose gradients are added.
+        cache_features: whether executor `fused` keeps what frozen layers make of each sample: `auto` where it pays.
 
     Attributes:
         notes: messages for the user, from any thread; some come once for each learner.
@@ -186,6 +188,7 @@ class RoundTasks:
         label_smoothing: Tensor | None = None,
         compares: bool = False,
         accumulate: int = 1,
+        cache_features: CacheFeatures = False,
     ) -> None:
         self._compiled = CompiledModels() if compile_model else None
         self._summed_rows: list[TrainedRow] = []
@@ -196,7 +199,7 @@ class RoundTasks:
         self.notes: list[str] = []
         self.bank, self.update, self.feed, self.loss = bank, update, feed, loss
         self.seed, self.collective, self.label_smoothing, self.compares = seed, collective, label_smoothing, compares
-        self.accumulate = accumulate
+        self.accumulate, self.cache_features = accumulate, cache_features
         ignored = ignored_target(loss)
         self.ignored = ignored if ignored is not None and feed.may_have_target(ignored) else None
 

@@ -74,16 +74,17 @@ class LoRA:
             modules_to_save=list(self.trained) or None,
         )  # fmt: skip
         layers = [name for name, own in base.named_modules() if isinstance(own, nn.Linear | nn.Embedding | nn.Conv2d)]
+        few = ", ".join(layers[:_MOST_NAMED]) + (", ..." if len(layers) > _MOST_NAMED else "") or "it has none"
+        self._check_names([name for name, _ in base.named_modules()], few)
         for name, own in base.named_modules():
             if "running_mean" in own._buffers and not self._trains(name):
                 frozen(own)  # an adapter would be saved without the statistics
         try:
             model: nn.Module = peft.get_peft_model(base, config)
         except Exception as error:
-            few = ", ".join(layers[:_MOST_NAMED]) + (", ..." if len(layers) > _MOST_NAMED else "")
             raise UserError(
                 f"PEFT cannot put adapters into {shown(self.targets)} ({one_line(error)[:200]}); choose targets among "
-                f"the model's layers: {few or 'it has none'}."
+                f"the model's layers: {few}."
             ) from error
         for name, layer in model.named_modules():
             if isinstance(layer, LoraLayer):
@@ -92,6 +93,14 @@ class LoRA:
         if self.save_merged:
             setattr(model, SAVE_MERGED, True)
         return model
+
+    def _check_names(self, names: Sequence[str], few: str) -> None:
+        """Raise UserError for a name that no layer has, which PEFT passes over beside others."""
+        targets = [] if isinstance(self.targets, str) else self.targets
+        for key, every in (("targets", targets), ("trained", self.trained)):
+            for own in every:
+                if not any(f".{name}".endswith(f".{own}") for name in names):
+                    raise UserError(f"{key} has {own!r}, and the model no such layer; choose among its layers: {few}.")
 
     def _trains(self, name: str) -> bool:
         """Return whether a layer is among those that are trained whole."""

@@ -175,8 +175,9 @@ class Pack:
             self.template, len(rows), name, job.settings, job.choices, first.optimizer, shares_base=self._shares_base
         )
         tasks = RoundTasks(
-            bank, update=self._update, feed=self.feed, loss=job.loss, seed=first.seed, collective=Collective()
-        )
+            bank, update=self._update, feed=self.feed, loss=job.loss, seed=first.seed, collective=Collective(),
+            cache_features=job.settings.cache_features,
+        )  # fmt: skip
         self._engine = _Engine(name, bank, tasks, [0] * len(rows))
         self._update.optimizer = side_by_side([member.settings.optimizer for member in members])
         for row, values in enumerate(rows):

@@ -25,7 +25,7 @@ from crossbow_py.packs.pack import TrialRow
 from crossbow_py.packs.padding import Padding, family, padding_for
 from crossbow_py.packs.policies import Waiting
 from crossbow_py.packs.trial import Checkpoint, Row, TrialSettings, new_row, own_dropout_rate, signature
-from crossbow_py.packs.width import BUDGET_S, SHARE, CompatibleTrials, Width, measured_width
+from crossbow_py.packs.width import BUDGET_S, SHARE, CompatibleTrials, Width, check_features, measured_width
 from crossbow_py.train.checks.probe import find_only_read, probe, probe_evaluation, settled_on_tokens, takes_labels
 from crossbow_py.train.checks.seeded_model import faithful_copy
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
@@ -260,17 +260,18 @@ class TrialRegistry:
             self.hold_once(template)
             shares_base = shares_base and (only_reads(template) or not frozen_parameters(template))
             num_outputs = self._num_mixed(settings, template, feed)
+            trials = CompatibleTrials(
+                self.settings, self.choices, settings, template, feed, self.data.loss, shares_base
+            )
+            check_features(trials)
             effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone, SHARE)
             if self._fastest and effort.seconds(self._fastest) <= 0:  # those before have left nothing
                 effort = replace(effort, budget_s=0.0)
             begun = time.perf_counter()
             try:
                 width, notes = measured_width(
-                    CompatibleTrials(
-                        self.settings, self.choices, settings, template, feed, self.data.loss, shares_base
-                    ),
-                    self._most, self._announce, self.has_packs(), self.make_room, effort,
-                )  # fmt: skip
+                    trials, self._most, self._announce, self.has_packs(), self.make_room, effort
+                )
             finally:
                 self._measuring_s += time.perf_counter() - begun
         self._fastest = max(self._fastest, *width.rates.values())

@@ -19,6 +19,7 @@ from crossbow_py.core.version import __version__
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor, candidates
+from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.fusion.fused_agreement import Comparison
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Round, RoundTasks
@@ -311,6 +312,13 @@ def measured_width(
     return width, [*notes, *remarks, *result.disturbed_notes]
 
 
+def check_features(trials: CompatibleTrials) -> None:
+    """Raise UserError if trials are to keep features by all means, and cannot."""
+    if trials.settings.cache_features is True:
+        executor, _ = _candidate(FusedExecutor.NAME, 1, trials).build()
+        executor.close()
+
+
 def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:
     def build() -> tuple[Executor, Callable[[int], Round]]:
         choices, optimizer, feed = trials.choices, trials.like.optimizer, trials.feed
@@ -319,8 +327,9 @@ def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:
         )
         update, _ = choose_update(optimizer, Independent(), choices.device, choices.precision.master)
         tasks = RoundTasks(
-            bank, update=update, feed=feed.for_measuring(), loss=trials.loss, seed=0, collective=Collective()
-        )
+            bank, update=update, feed=feed.for_measuring(), loss=trials.loss, seed=0, collective=Collective(),
+            cache_features=trials.settings.cache_features is True,
+        )  # fmt: skip
 
         def still_round(index: int) -> Round:  # all take the same batch, at a learning rate of 0
             return Round(index, (index * feed.batch_size,) * count, (0.0,) * count, None)

@@ -44,10 +44,12 @@ class ResidentInputs(ABC):
         dtype: dtype of batches.
         num_rows: R, the rows of the picks.
         has_kernel: whether `fill` is one launch of a Triton kernel.
+        augments: whether a sample may differ from epoch to epoch.
     """
 
     num_rows: int = 1
     has_kernel: bool = False
+    augments: bool = False
 
     def __init__(self, shape: torch.Size, form: BatchFormat) -> None:
         self.shape, self.dtype, self._device = shape, form.dtype, form.device
@@ -165,6 +167,7 @@ class ImageInputs(ResidentInputs):
     def __init__(self, images: Tensor, augmentation: Augmentation, form: BatchFormat, kernels: bool) -> None:
         super().__init__(images.shape[1:], form)
         self._augmentation, self.num_rows = augmentation, num_picks(augmentation)
+        self.augments = augmentation.active
         self._images = PaddedImages(images, augmentation.crop_padding, form.device)
         channels, height, width = images.shape[1:]
         self._normalise = PixelNormaliser((channels, height, width), form)
@@ -241,6 +244,7 @@ class TreeInputs(ResidentInputs):
         self.num_rows = ends[-1]
         self._lead = next((index for index, part in enumerate(parts) if isinstance(part, ImageInputs)), 0)
         self.shape, self.dtype = parts[self._lead].shape, parts[self._lead].dtype
+        self.augments = any(part.augments for part in parts)
 
     def new(self, num_batches: int, batch_size: int, order: MemoryOrder) -> Tree:
         return self._tree.unflatten([part.new(num_batches, batch_size, "stacked") for part in self._parts])

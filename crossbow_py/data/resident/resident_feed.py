@@ -69,6 +69,16 @@ class ResidentFeed(Feed):
         self._ahead: dict[tuple[int, ...], Tensor] = {}  # picks [R, n] by starts
 
     @property
+    def data(self) -> ResidentInputs:
+        """The inputs of all samples, which copies share."""
+        return self._inputs
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether a sample is the same in every batch: no stream can augment it, and nothing mixes it."""
+        return self.mixing is None and not self._inputs.augments
+
+    @property
     def has_kernel(self) -> bool:
         """Return whether a Triton kernel makes the batches of `take`."""
         return self._inputs.has_kernel
@@ -115,7 +125,7 @@ class ResidentFeed(Feed):
 
     def batch(self, start: int) -> Batch:
         """See `Feed.batch`. Copies from the host only once an epoch, in the first call that reaches it."""
-        return self.mixed(self._together([start]), start)
+        return self.mixed(self.gathered(self.picks((start,))), start)
 
     def batches(self, starts: Sequence[int]) -> Batch:
         """See `Feed.batches`. One gather for all learners, unless each batch is mixed.
@@ -124,18 +134,19 @@ class ResidentFeed(Feed):
         """
         if self.mixing is not None:
             return super().batches(starts)
-        inputs, targets = self._together(starts)
+        return self.gathered(self.picks(tuple(starts)), len(starts))
 
-        def apart(values: Tensor) -> Tensor:
-            return values.view(len(starts), -1, *values.shape[1:])
+    def gathered(self, picks: Tensor, rows: int | None = None) -> Batch:
+        """Return the batch `[n, ...]` of picks [R, n], not mixed; with `rows` = K as K batches `[K, n/K, ...]`."""
+        inputs = map_tree(lambda own: in_rows(own, rows), self._inputs.take(picks))
+        return Batch(inputs, self.targets_of(picks, rows))
 
-        return Batch(map_tree(apart, inputs), apart(targets))
+    def targets_of(self, picks: Tensor, rows: int | None = None) -> Tensor:
+        """Return the targets of `gathered`."""
+        return in_rows(self._inputs.take_targets(picks, self._targets), rows)
 
-    def _together(self, starts: Sequence[int]) -> Batch:
-        return self._take(self._picks(tuple(starts)))
-
-    def _picks(self, starts: tuple[int, ...]) -> Tensor:
-        """Return the picks [R, n] of the batches."""
+    def picks(self, starts: tuple[int, ...]) -> Tensor:
+        """Return the picks [R, n] of the batches, whose first row is sample ids."""
         found = self._ahead.get(starts)
         if found is not None:
             return found
@@ -228,10 +239,7 @@ class ResidentFeed(Feed):
         for begin in range(first * batch_size, self.num_samples, step * batch_size):
             ids = np.arange(begin, min(begin + batch_size, self.num_samples), dtype=np.int64)
             own = ids if self._evaluated is None else self._evaluated[ids]
-            yield self._take(self._upload(self._inputs.plain_picks(own)))
-
-    def _take(self, picks: Tensor) -> Batch:
-        return Batch(self._inputs.take(picks), self._inputs.take_targets(picks, self._targets))
+            yield self.gathered(self._upload(self._inputs.plain_picks(own)))
 
     def _epoch_picks(self, key: tuple[Variant | None, int]) -> Tensor:
         variant, epoch = key
@@ -245,3 +253,8 @@ class ResidentFeed(Feed):
         # A host–device synchronisation on purpose: from pageable memory the copy is done when this returns, so the
         # streams of all threads may read the table without waiting for the stream of the thread that built it.
         return torch.from_numpy(picks).to(self._targets.device)
+
+
+def in_rows(values: Tensor, rows: int | None) -> Tensor:
+    """Return values `[n, ...]`, or with `rows` = K as `[K, n/K, ...]`, a view."""
+    return values if rows is None else values.view(rows, -1, *values.shape[1:])

@@ -40,12 +40,15 @@ class FrozenBase:
         self._of_passes: dict[str, Tensor] = {}  # the same tensors, or in compute precision
         adopts = self.is_shared and only_reads(template)
         for name, own in frozen_parameters(template).items():
-            if adopts and _is_like(own, precision.master, device, channels_last):
+            # What is in the format of passes stays in it, as a base that was loaded in bfloat16; whole numbers do, too.
+            stays = not own.is_floating_point() or (own.dtype == precision.compute and name not in full)
+            dtype = own.dtype if stays else precision.master
+            if adopts and _is_like(own, dtype, device, channels_last):
                 values = own.detach().unsqueeze(0)
             else:
-                values = _empty((rows or 1, *own.shape), precision.master, device, channels_last).copy_(own.detach())
+                values = _empty((rows or 1, *own.shape), dtype, device, channels_last).copy_(own.detach())
             self._master[name] = values
-            self._of_passes[name] = values if name in full else values.to(precision.compute)
+            self._of_passes[name] = values if stays or name in full else values.to(precision.compute)
 
     def __len__(self) -> int:
         return len(self._master)
@@ -63,7 +66,7 @@ class FrozenBase:
         return {name: own[0 if self.is_shared else learner] for name, own in self._of_passes.items()}
 
     def master(self, learner: int) -> dict[str, Tensor]:
-        """Return a learner's values `[*shape]` in master precision, views."""
+        """Return a learner's values `[*shape]` in master precision, or in their own, of which they have all digits."""
         return {name: own[0 if self.is_shared else learner] for name, own in self._master.items()}
 
     def masters(self, num_rows: int) -> dict[str, Tensor]:
@@ -178,11 +181,18 @@ def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def frozen_values(model: nn.Module) -> str | None:
     """Return a text that is equal for models whose frozen parameters are equal; None for a model without any."""
-    found, known = frozen_parameters(model), hashlib.sha256()
-    for name, own in found.items():
+    found = frozen_parameters(model)
+    return values_digest(found) if found else None
+
+
+def values_digest(values: Mapping[str, Tensor]) -> str:
+    """Return a text that is equal for equal values by name."""
+    known = hashlib.sha256()
+    for name, own in values.items():
         known.update(repr((name, tuple(own.shape))).encode())
-        known.update(own.detach().float().cpu().flatten().numpy().data)
-    return known.hexdigest()[:16] if found else None
+        plain = own.detach().float() if own.is_floating_point() else own
+        known.update(plain.cpu().flatten().numpy().data)
+    return known.hexdigest()[:16]
 
 
 def copy_with(template: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype, reads: bool) -> nn.Module:
@@ -190,7 +200,7 @@ def copy_with(template: nn.Module, state: Mapping[str, Tensor], dtype: torch.dty
     frozen = frozen_parameters(template)
     state, named = {**frozen, **state}, frozen if reads and template in _ONLY_READ else {}
     read = {
-        name: nn.Parameter(state[name].to(own.device, dtype), False)
+        name: nn.Parameter(state[name].to(own.device, dtype if own.is_floating_point() else None), False)
         for name, own in named.items()
         if type(own) is nn.Parameter
     }

@@ -36,6 +36,7 @@ from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors.base import Executor, even_groups
 from crossbow_py.engine.executors.on_device import CaptureError, DeviceRounds, Program, Slot
 from crossbow_py.engine.executors.spans import TaskSpans
+from crossbow_py.engine.fusion.features import keep_features
 from crossbow_py.engine.fusion.fused_agreement import outdated, trusted_pass
 from crossbow_py.engine.fusion.fused_pass import FusedPass, PassNotes
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, comparison_of
@@ -127,6 +128,7 @@ class FusedExecutor(Executor):
 
     def _build(self, kernels: bool) -> None:
         self._pass, device = trusted_pass(self.tasks, kernels), self._device
+        keep_features(self.tasks, self._pass)
         self._on_device = (
             FusedRounds(self.tasks, self._pass, device, self.notes, kernels, self.span) if device else None
         )

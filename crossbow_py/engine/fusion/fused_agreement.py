@@ -115,7 +115,7 @@ def _with_moved_weights(bank: ReplicaBank, learner: int, values: Callable[[], co
         bank.refresh_shadow(learner)
 
 
-class _Passes:
+class Passes:
     """Passes of a bank's learners, by their modules and by a fused graph, that leave buffers as they were.
 
     All begin with the same random numbers.
@@ -126,6 +126,7 @@ class _Passes:
         self.names = self.bank.layout.names
 
     def seed(self) -> None:
+        """Have all generators begin anew."""
         for learner in range(self.bank.num_learners):
             self.bank.generators[learner].manual_seed(learner)
         torch.manual_seed(0)
@@ -133,11 +134,13 @@ class _Passes:
         np.random.seed(0)
 
     def loss(self, learner: int, batch: Batch) -> Tensor:
+        """Return the loss of a learner's module on a batch."""
         with OwnDraws(self.bank.generators[learner]):
             output, targets = self.tasks.read(call(self.bank.module(learner), batch.inputs), batch.targets)
         return self.loss_of(learner, output, targets)
 
     def loss_of(self, learner: int, output: Tree, targets: Tensor) -> Tensor:
+        """Return the loss of a learner's output."""
         return self.tasks.loss_of(learner, output, targets)
 
     def alone(self, learner: int, batch: Batch) -> dict[str, Tensor]:
@@ -184,7 +187,7 @@ def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
     A graph repeats what forward read outside the model when it was exported, such as a temperature that a callback
     changes. Nothing may be in flight, and nothing is changed. Also None if they cannot be compared.
     """
-    passes, learner = _Passes(tasks), fused.learners.start
+    passes, learner = Passes(tasks), fused.learners.start
     shared = _shares_batches(tasks)
     batch = tasks.feed.for_measuring().batch(0).parts(tasks.accumulate)[0]
     try:
@@ -326,7 +329,7 @@ def _failing(what: str) -> Iterator[None]:
         raise FusionError(f"{what} ({one_line(error)[:160]})") from error
 
 
-class _Pair(_Passes):
+class _Pair(Passes):
     """Two learners, each with a batch, in a bank made for the comparison."""
 
     def __init__(self, compared: Comparison, kernels: bool) -> None:
@@ -399,7 +402,7 @@ class _Pair(_Passes):
     def part_buffers(self) -> bool:
         """Move the second learner's buffers that its graph took for the first one's; return whether there are any."""
         own = dict(self.bank.module(1).named_buffers())
-        found = [own[name] for name in self._graph.shared_buffers() if own[name].is_floating_point()]
+        found = [own[name] for name in sorted(self._graph.shared_buffers) if own[name].is_floating_point()]
         compare.move(found, _APART)
         self._expected.pop(1, None)
         self._controls[1].cache_clear()

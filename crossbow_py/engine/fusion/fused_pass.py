@@ -64,6 +64,7 @@ class FusedPass:
     Attributes:
         learners: as given.
         notes: messages for the user about slower operation; grows in the first rounds, and readers clear it.
+        source: gives the batches of rounds; None for those of the feed.
 
     Raises FusionError for models it cannot run.
     """
@@ -77,6 +78,7 @@ class FusedPass:
         part = part_for(tasks.loss)
         self.graph = FusedGraph(bank.template, example, bank, kernels, self.learners, fuses=fuses, part=part)
         self.notes = self.graph.notes
+        self.source: Callable[[Round], Batch] | None = None
         self._loss: LossOfAll | None = None
         of_values = tasks.loss.of_values if isinstance(tasks.loss, StandardizedLoss) else tasks.loss
         self._loss_of_rows = loss_of_rows(of_values)
@@ -96,6 +98,8 @@ class FusedPass:
 
     def batch(self, plan: Round) -> Batch:
         """Return the round's batches `[K, B, ...]`, or `[B, ...]` if all learners take the same."""
+        if self.source is not None:
+            return self.source(plan)
         feed, starts = self._tasks.feed, self.starts(plan)
         return feed.batch(starts[0]) if len(starts) == 1 else feed.batches(starts)
 

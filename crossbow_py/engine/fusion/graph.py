@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,40 @@ _NORMS = ("batch_norm", "instance_norm")
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 
 
+class Origin(Enum):
+    """What a value follows from: frozen values alone, inputs too, or also what is trained, drawn or moves."""
+
+    FROZEN = 0
+    INPUTS = 1
+    TRAINED = 2
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cut through a graph: before it, values follow from frozen values and inputs alone.
+
+    Attributes:
+        nodes: the nodes whose values cross it.
+        before, after: the steps on either side, in order; those of frozen values alone are where they are needed.
+        buffers: the buffers that are read before it.
+        module: the module of the last product before it.
+        share: the products before it, as a share of those of a forward pass.
+    """
+
+    nodes: tuple[Node, ...]
+    before: list[Step]
+    after: list[Step]
+    buffers: tuple[str, ...]
+    module: str
+    share: float
+
+
+class Midway(NamedTuple):
+    """Values of a cut's nodes in place of inputs: `[B, ...]` if learners share the batch, else `[K, B, ...]`."""
+
+    values: tuple[Tensor, ...]
+
+
 class FusedGraph:
     """A model for K learners. Not thread-safe.
 
@@ -66,6 +101,9 @@ class FusedGraph:
         draws: whether a run draws from the learners' generators.
         takes_channels: whether inputs are best given in the memory order of CHANNELS.
         anchor: a leaf that must be among what autograd differentiates, so that it runs the backward of every unit.
+        shared_buffers: the buffers that are read as one for all learners; another mapping after they were written.
+        steps: what a run does, in order.
+        cut: where a run from `Midway` begins; None until it is set.
 
     Raises:
         FusionError: the model cannot be exported, does not return tensors, or writes in a way that cannot be followed.
@@ -120,16 +158,17 @@ class FusedGraph:
         parts: list[Unit | Shortcut] = [*units, *shortcuts]
         skipped = {node for part in parts for node in part.nodes if node is not part.last} | self._counting
         calls = [node for node in nodes if node.op == "call_function" and node not in skipped]
-        self._steps = [self._step(node, writes.get(node, NOTHING)) for node in calls if not _is_assertion(node)]
+        self.steps = [self._step(node, writes.get(node, NOTHING)) for node in calls if not _is_assertion(node)]
         for shortcut in shortcuts:
-            step = next(step for step in self._steps if step.node is shortcut.last)
+            step = next(step for step in self.steps if step.node is shortcut.last)
             step.arguments, step.named, step.is_unit = (shortcut.input,), {}, True
             step.rule = partial(run_shortcut, shortcut)
         self._measure_units: Callable[[], list[str]] = list
         self.by_kernel: Callable[[], int] = int
         self._add_units(units)
-        free_after_use(self._steps, self._outputs.nodes)
-        self._shared: bool | None = None
+        free_after_use(self.steps, self._outputs.nodes)
+        self.cut: Cut | None = None
+        self._state: tuple[bool | None, bool] = None, False  # what learners share, and whether runs begin midway
 
     def _find_counters(self, writes: Mapping[Node, Write]) -> set[Node]:
         """Return the operators that count batches, if nothing else uses the bank's counters."""
@@ -139,14 +178,14 @@ class FusedGraph:
 
     def _watch_buffers(self) -> None:
         """Find the buffers that may be read as one for all learners, see `_share_buffers`."""
-        self._read_only, self._shared_buffers = self._find_read_only(), dict[str, Fused]()
+        self._read_only, self.shared_buffers = self._find_read_only(), dict[str, Fused]()
         modules = [dict(self._bank.module(learner).named_buffers()) for learner in self._learners]
         self._watched = [own[name] for own in modules for name in self._read_only]
         self._seen: object = None
 
     def _find_read_only(self) -> list[str]:
         """Return the buffers that the graph reads and never writes, if there is a base to compute once with them."""
-        if not self._bank.base or not self._bank.base.is_shared or self._num_learners == 1:
+        if not self._bank.base or not self._bank.base.is_shared:
             return []
         written = self._written | {node.args[0] for node in self._counting} | self._moved_statistics()
         read = {self._sources[node.name][1] for node in self._inputs if node.users}
@@ -156,7 +195,7 @@ class FusedGraph:
     def _moved_statistics(self) -> set[Any]:
         """Return the running statistics that normalisation moves, which its operators do not declare as written."""
         norms = [user for node in self._inputs for user in node.users if user.op == "call_function"]
-        moving = [node for node in norms if base_name(node.target) in _NORMS and _moves_statistics(node)]
+        moving = [node for node in norms if moves_statistics(node)]
         return {own for node in moving for own in node.all_input_nodes}
 
     @staticmethod
@@ -172,10 +211,10 @@ class FusedGraph:
         from crossbow_py.engine.fusion.units.unit_step import UnitRules  # noqa: PLC0415
 
         of_last, learners = {unit.last: unit for unit in units}, self._learners
-        steps = [(step, of_last[step.node]) for step in self._steps if step.node in of_last]
+        steps = [(step, of_last[step.node]) for step in self.steps if step.node in of_last]
         for step, unit in steps:
             step.arguments, step.named, step.is_unit = (unit.input, unit.residual), {}, True
-        reads = Counter([*self._outputs.nodes, *(node for step in self._steps for node in step.reads)])
+        reads = Counter([*self._outputs.nodes, *(node for step in self.steps for node in step.reads)])
         name_of = {node.name: name for node in self._inputs if (name := self._sources[node.name][1])}
         gradients = dict(zip(self.trained, self._bank.stacked_gradients(learners), strict=True))
         trained, buffers = self.trained, self._bank.buffers.stacked(self._num_learners, learners.start)
@@ -238,24 +277,81 @@ class FusedGraph:
         return trained, others
 
     def run(self, inputs: Tree, shared: bool) -> Tree:
-        """Return outputs `[K, B, ...]` of inputs `[K, B, ...]`, or of inputs `[B, ...]` that all learners share."""
-        if shared is not self._shared:
-            self._shared = shared
-            self._choose_anew()
-        self._share_buffers()
+        """Return outputs `[K, B, ...]` of inputs `[K, B, ...]`, or of inputs `[B, ...]` that all learners share.
+
+        Of `Midway` values only what comes after the cut is run.
+        """
+        midway = isinstance(inputs, Midway)
+        self._settle_for(shared, midway)
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
-            given = leaves(inputs)
-            values: dict[Node, Any] = {node: self._leaf(node, given, shared) for node in self._inputs if node.users}
-            for step in self._steps:
+            values = self._leaves(inputs, shared)
+            for step in self.cut.after if midway and self.cut else self.steps:
                 self._run_step(step, values)
             if self._counting:
                 self._bank.counters[self._learners.start : self._learners.stop].add_(1)
             return self._outputs.tree.unflatten([self._returned(value, values) for value in self._outputs.values])
 
+    @torch.no_grad()
+    def before_cut(self, inputs: Tree, shared: bool) -> Midway:
+        """Return the values of the cut's nodes for inputs as `run` takes them."""
+        assert self.cut is not None, "a cut is set"
+        self._settle_for(shared, self._state[1])
+        values = self._leaves(inputs, shared)
+        for step in self.cut.before:
+            self._run_step(step, values)
+        rows = [stack(values[node], self._num_learners) for node in self.cut.nodes]
+        return Midway(tuple(own[0] if shared else own for own in rows))
+
+    def buffers_before_cut(self) -> dict[str, Tensor] | None:
+        """Return the buffers that are read before the cut; None while they differ between learners."""
+        assert self.cut is not None, "a cut is set"
+        self._share_buffers()
+        found = self.shared_buffers
+        return {n: found[n].tensor for n in self.cut.buffers} if found.keys() >= {*self.cut.buffers} else None
+
+    def buffers_read(self, steps: Sequence[Step]) -> tuple[str, ...]:
+        """Return the buffers that steps read and nothing writes."""
+        read = {self._sources[node.name][1] for step in steps for node in step.reads if node in self._inputs}
+        return tuple(name for name in self._read_only if name in read)
+
+    def origins(self) -> dict[Node, Origin]:
+        """Return what the leaves of the graph are."""
+        return {node: self._origin(*self._sources[node.name]) for node in self._inputs}
+
+    def _origin(self, kind: InputKind, name: str) -> Origin:
+        if kind is InputKind.USER_INPUT:
+            return Origin.INPUTS
+        base = self._bank.base
+        held_once = (name in base and base.is_shared) or name in self._read_only
+        return Origin.FROZEN if kind is InputKind.CONSTANT_TENSOR or held_once else Origin.TRAINED
+
+    @property
+    def outputs(self) -> list[Node]:
+        """The nodes that are returned."""
+        return self._outputs.nodes
+
+    def _settle_for(self, shared: bool, midway: bool) -> None:
+        """Have rules chosen again where learners share something else than in the run before."""
+        if (shared, midway) != self._state:
+            self._state = shared, midway
+            self._choose_anew()
+        self._share_buffers()
+
+    def _leaves(self, inputs: Tree, shared: bool) -> dict[Node, Any]:
+        """Return the values that a run begins with."""
+        layout = Layout.SHARED if shared else Layout.STACK
+        if not isinstance(inputs, Midway):
+            given = leaves(inputs)
+            return {node: self._leaf(node, given, layout) for node in self._inputs if node.users}
+        assert self.cut is not None, "a cut is set"
+        others = (node for node in self._inputs if node.users and node not in self._places)
+        values = {node: self._leaf(node, (), layout) for node in others}
+        return values | {n: Fused(own, layout) for n, own in zip(self.cut.nodes, inputs.values, strict=True)}
+
     def _choose_anew(self) -> None:
         """Have rules chosen again, which depend on what learners share."""
         self.looped.clear()
-        for step in self._steps:
+        for step in self.steps:
             step.settled = False
 
     def _share_buffers(self) -> None:
@@ -272,13 +368,9 @@ class FusedGraph:
             rows = value.tensors if isinstance(value, PerLearner) else value.tensor.unbind()
             if all(torch.equal(rows[0].nan_to_num(), own.nan_to_num()) for own in rows[1:]):
                 found[name] = Fused(rows[0], Layout.SHARED)
-        if found.keys() != self._shared_buffers.keys():
+        if found.keys() != self.shared_buffers.keys():
             self._choose_anew()
-        self._shared_buffers = found
-
-    def shared_buffers(self) -> list[str]:
-        """Return the buffers that the last run took as one for all learners; other values make them a row each."""
-        return sorted(self._shared_buffers)
+        self.shared_buffers = found
 
     def _returned(self, value: Any, values: Mapping[Node, Any]) -> Any:
         return stack(_resolve(value, values), self._num_learners) if isinstance(value, Node) else value
@@ -294,15 +386,15 @@ class FusedGraph:
         for node in step.finished:
             values.pop(node, None)
 
-    def _leaf(self, node: Node, inputs: Sequence[Tensor], shared: bool) -> Fused | PerLearner:
+    def _leaf(self, node: Node, inputs: Sequence[Tensor], layout: Layout) -> Fused | PerLearner:
         kind, name = self._sources[node.name]
         if kind is InputKind.USER_INPUT:
-            return Fused(inputs[self._places[node]], Layout.SHARED if shared else Layout.STACK)
+            return Fused(inputs[self._places[node]], layout)
         if kind is InputKind.CONSTANT_TENSOR:
             return Fused(self._constants[name], Layout.SHARED)
         if name in self.trained:
             return Fused(self.trained[name], Layout.SHARED if self._bank.one_row else Layout.STACK)
-        value = self._shared_buffers.get(name) or self._others[name]
+        value = self.shared_buffers.get(name) or self._others[name]
         if isinstance(value, PerLearner) and node not in self._written:
             return Fused(torch.stack(value.tensors), Layout.STACK)  # a few integers, such as a mask or indices
         return value
@@ -314,7 +406,7 @@ class FusedGraph:
         """
         # Rules use other operators than the model does, for which autocast may choose other dtypes.
         casts = step.modes is not None and step.modes.casts
-        step.settled, step.rule = True, loop if casts else _choose(step.call, args, kwargs, self._fuses)
+        step.settled, step.rule = True, loop if casts else _choose(step, args, kwargs, self._fuses)
         try:
             result = step.rule(step.call, args, kwargs)
             # Taking one of several results computes nothing, and cannot be looped over.
@@ -342,9 +434,11 @@ def _counted(node: Node) -> Node | None:
     return own if adds and alone and isinstance(own, Node) else None
 
 
-def _moves_statistics(node: Node) -> bool:
-    """Return whether a normalisation by batch is by the batch's own statistics."""
-    by_batch = {argument.name: index for index, argument in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
+def moves_statistics(node: Node) -> bool:
+    """Return whether a node normalises by the statistics of its own batch."""
+    if not isinstance(node.target, OpOverload) or base_name(node.target) not in _NORMS:
+        return False
+    by_batch = {argument.name: index for index, argument in enumerate(node.target._schema.arguments)}
     place = by_batch.get("training", by_batch.get("use_input_stats"))
     return place is None or bool(node.args[place])
 
@@ -353,15 +447,16 @@ def _is_assertion(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and base_name(node.target) in _ASSERTIONS
 
 
-def _choose(call: Call, args: list[Any], kwargs: Mapping[str, Any], fuses: bool) -> Rule:
+def _choose(step: Step, args: list[Any], kwargs: Mapping[str, Any], fuses: bool) -> Rule:
     """Return the rule of an operator by its name, tags and arguments; without `fuses`, the loop unless it draws."""
+    call = step.call
     if call.target is operator.getitem:
         return _getitem
     values = values_in([*args, *kwargs.values()])
     if any(isinstance(value, PerLearner) for value in values):
         counts = call.must_write and isinstance(args[0], PerLearner) and base_name(call.target) == "add"
         return elementwise.add_to_integer_buffers if counts else loop
-    draws_numbers = torch.Tag.nondeterministic_seeded in call.target.tags
+    draws_numbers = draws.draws(step.node)
     if not draws_numbers and all(value.layout is Layout.SHARED for value in values if isinstance(value, Fused)):
         return _shared
     if not fuses and not draws_numbers:

@@ -134,7 +134,8 @@ def cast_module(module: nn.Module, precision: Precision) -> nn.Module:
     """Cast a model to the dtypes that learners have in a bank, in place, to run it outside of one."""
     full = full_precision_parameters(module)
     for name, parameter in module.named_parameters():
-        parameter.data = parameter.data.to(precision.master if name in full else precision.compute)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(precision.master if name in full else precision.compute)
     for buffer in module.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(precision.master)

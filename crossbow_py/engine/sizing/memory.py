@@ -464,6 +464,7 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
     layout = parameter_layout(model, job.channels_last, optimizer.matrices(model), optimizer.group_numbers(model))
     matrices, full = layout.blocks[: layout.count("matrix")], full_precision_parameters(model)
     frozen = {name: own.numel() for name, own in frozen_parameters(model).items()}
+    cast = {name for name, own in model.named_parameters() if own.dtype != job.precision.compute} - full
     return ModelSizes(
         parameters=tuple(block.numel for block in layout.blocks),
         buffers=tuple(block.numel for block in buffer_layout(model).blocks),
@@ -477,7 +478,7 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
         shows_mean=job.rule.shows_mean,
         matrices=tuple(block.matrix_shape for block in matrices for _ in range(block.num_matrices)),
         num_frozen=sum(frozen.values()),
-        num_frozen_copies=sum(own for name, own in frozen.items() if job.precision.has_shadow and name not in full),
+        num_frozen_copies=sum(own for name, own in frozen.items() if job.precision.has_shadow and name in cast),
         shares_base=job.shares_base,
         one_row=job.one_row,
     )

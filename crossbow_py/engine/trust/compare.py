@@ -250,6 +250,8 @@ def move(tensors: Sequence[Tensor], share: float) -> None:
     """
     factors = 1 + share * torch.randn(_DEVIATES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for index, tensor in enumerate(tensors):
+        if not tensor.is_floating_point():  # of a quantized base
+            continue
         own = factors.roll(index).to(tensor.device, tensor.dtype)
         repeated = own.repeat(1 + tensor.numel() // _DEVIATES)
         tensor.mul_(repeated[: tensor.numel()].view(tensor.shape))

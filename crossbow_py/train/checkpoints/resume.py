@@ -36,7 +36,7 @@ from crossbow_py.train.train_state import BestModels, TrainState
 # Settings that do not change results, or whose value is in `choices`.
 _CHANGEABLE = (
     "device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers",
-    "learning_statistics", "evaluations_per_epoch",
+    "learning_statistics", "evaluations_per_epoch", "cache_features",
 )  # fmt: skip
 
 

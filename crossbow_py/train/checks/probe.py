@@ -97,7 +97,7 @@ def probe(
     own = batch.targets.device.type == "cpu" and not compile_model  # as in `RoundTasks`
     _check_arguments(model, batch.inputs, "training")
     passes = _TwoPasses(model, batch.inputs, generator, own)
-    with refusing_fatal_modules(model), _explained("training", model, precision, batch, loss):
+    with refusing_fatal_modules(model), _explained("training", model, template, precision, batch, loss):
         output, targets = compared(loss, passes.first(), batch.targets)
     batch, loss = batch._replace(targets=targets), plain_loss(loss)
     _check_output(output, targets, num_classes, exact, loss)
@@ -258,7 +258,7 @@ def probe_evaluation(
     """
     model = _runnable(template, precision).eval()
     _check_arguments(model, batch.inputs, what)
-    with _explained(what, model, precision, batch, loss):
+    with _explained(what, model, template, precision, batch, loss):
         output = call(model, batch.inputs)
         output, targets = compared(loss, in_format(output, precision.master), batch.targets)
         batch, loss = batch._replace(targets=targets), plain_loss(loss)
@@ -293,7 +293,7 @@ def probe_inputs(template: nn.Module, precision: Precision, batch: Batch, what: 
     """
     model = _runnable(template, precision).eval()
     _check_arguments(model, batch.inputs, what)
-    with _explained(what, model, precision, batch, None):
+    with _explained(what, model, template, precision, batch, None):
         call(model, batch.inputs)
 
 
@@ -309,7 +309,9 @@ def _runnable(template: nn.Module, precision: Precision) -> nn.Module:
 
 
 @contextmanager
-def _explained(what: str, model: nn.Module, precision: Precision, batch: Batch, loss: Loss | None) -> Iterator[None]:
+def _explained(
+    what: str, model: nn.Module, template: nn.Module, precision: Precision, batch: Batch, loss: Loss | None
+) -> Iterator[None]:
     """Have the block, in which a model takes a batch of the `what` data, raise UserError for every exception."""
     try:
         yield
@@ -319,7 +321,8 @@ def _explained(what: str, model: nn.Module, precision: Precision, batch: Batch, 
         raise
     except Exception as error:
         wrong = _wrong_labels(what, model, batch) if loss is model_loss else None
-        raise UserError(wrong or _misfit_of_inputs(what, model, precision, batch.inputs, error)) from error
+        casts = not precision.has_shadow and any(own.dtype == torch.bfloat16 for own in template.parameters())
+        raise UserError(wrong or _misfit_of_inputs(what, model, precision, batch.inputs, error, casts)) from error
 
 
 def _wrong_labels(what: str, model: nn.Module, batch: Batch) -> str | None:
@@ -344,8 +347,10 @@ def _wrong_labels(what: str, model: nn.Module, batch: Batch) -> str | None:
     return classes.refusal(f"sample {found[0]} of the {what} data", found[1]) if found else None
 
 
-def _misfit_of_inputs(what: str, model: nn.Module, precision: Precision, inputs: Tree, error: Exception) -> str:
-    """Return the message about a model that fails on its inputs."""
+def _misfit_of_inputs(
+    what: str, model: nn.Module, precision: Precision, inputs: Tree, error: Exception, casts: bool
+) -> str:
+    """Return the message about a model that fails on its inputs; `casts` says that fp32 has cast bfloat16 weights."""
     given = form_of(inputs)
     if isinstance(inputs, Tensor):
         given = f"of shape {list(inputs.shape[1:])} and dtype {inputs.dtype}"
@@ -357,6 +362,8 @@ def _misfit_of_inputs(what: str, model: nn.Module, precision: Precision, inputs:
     message += "; choose a model, data and a batch size that fit each other"
     if precision.has_shadow:
         message += ", or precision=fp32"
+    elif casts:
+        message += ", or precision=bf16, in which bfloat16 weights stay as they are"
     if any(own.ndim == 4 for own in leaves(inputs)):
         message += ", or, where a view fails, channels_last=false"
     return f"{message}."

@@ -87,11 +87,7 @@ def _check_tensors(module: nn.Module) -> None:
                 "on one where it is made, before it is returned: model(torch.zeros(2, ...))."
             )
     for name, parameter in module.named_parameters():
-        if parameter.is_complex():
-            raise UserError(
-                f"the model's {name} is complex, and learners' weights are real; keep torch.view_as_real of it as the "
-                "parameter, and take torch.view_as_complex in forward."
-            )
+        _check_parameter(name, parameter)
     for name, buffer in module.named_buffers():
         if buffer.layout != torch.strided:
             raise UserError(
@@ -104,6 +100,22 @@ def _check_tensors(module: nn.Module) -> None:
         raise UserError(
             f"the model's {shared[0]} and {shared[1]} share memory, but a learner stores each of its weights "
             "separately; give both names one nn.Parameter, or compute one from the other in forward."
+        )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    """Raise UserError for values that only the parameter's own class can read, and for complex ones."""
+    if type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__ or (
+        type(parameter) is not nn.Parameter and not parameter.is_floating_point()
+    ):
+        raise UserError(
+            f"the model's {name} is quantized ({type(parameter).__name__}), and learners hold plain tensors; load "
+            "the base without quantization, as in from_pretrained(..., dtype=torch.bfloat16), or dequantize it."
+        )
+    if parameter.is_complex():
+        raise UserError(
+            f"the model's {name} is complex, and learners' weights are real; keep torch.view_as_real of it as the "
+            "parameter, and take torch.view_as_complex in forward."
         )
 
 

@@ -188,6 +188,7 @@ def round_tasks(run: Run) -> RoundTasks:
         collective=run.collective,
         compile_model=run.settings.compile_model,
         accumulate=run.settings.accumulate,
+        cache_features=run.settings.cache_features,
         compares=run.state.noise is not None,
         label_smoothing=smoothing_rows(run.settings.label_smoothing, run.bank),
     )

@@ -52,7 +52,7 @@ MAY_CHANGE = frozenset(
     | {"resume", "output_dir", "data.root", "on_nonfinite", "max_learners", "trace", "profile", "compile_model"}
     | {"num_workers", "data.folder", "data.cache_dir", "data.max_bad_images", "data.worker_timeout_s"}
     | {"distributed.timeout_s", "distributed.check_every_rounds", "auto_tuner.objective", "learning_statistics"}
-    | {"metrics", "evaluations_per_epoch", "logger", "listeners"}
+    | {"metrics", "evaluations_per_epoch", "logger", "listeners", "cache_features"}
 )
 
 _NOTHING_TO_RESUME = "There is no checkpoint of an unfinished run configured like this to resume from: starting afresh."

@@ -113,7 +113,9 @@ def test_scale_is_its_buffer_in_copies_and_other_formats() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"targets": ["query"]}, r"PEFT cannot put adapters into 'query' \(.*\); choose targets among .*: 0, 2, 4\.$"),
+        ({"targets": "query"}, r"PEFT cannot put adapters into 'query' \(.*\); choose targets among .*: 0, 2, 4\.$"),
+        ({"targets": ["0", "query"]}, r"targets has 'query', and the model no such layer; choose .*: 0, 2, 4\.$"),
+        ({"trained": ["head"]}, r"trained has 'head', and the model no such layer; choose .*: 0, 2, 4\.$"),
         ({"rank": 9}, r"rank=9 is more than the matrix of 0 has, 8 by 6; take at most 6, or other targets\.$"),
         ({"rank": 0}, "rank must be at least 1"),
         ({"alpha": 0.0}, "alpha must be"),

@@ -151,16 +151,16 @@ def test_buffers_are_read_as_one_until_a_learner_has_other_values() -> None:
     graph = trio.graph(inputs)
     for _ in range(2):
         trio.check(graph, inputs, shared=True)
-        assert graph._shared_buffers.keys() == {"places", "factors"}
+        assert graph.shared_buffers.keys() == {"places", "factors"}
     for own in (trio.models[1], trio.bank.module(1)):
         own.places[0] = 2
     trio.check(graph, inputs, shared=True)
-    assert graph._shared_buffers.keys() == {"factors"}
+    assert graph.shared_buffers.keys() == {"factors"}
     with torch.no_grad():
         trio.models[2].factors.add_(1)
     trio.bank.load_learner(2, trio.models[2])
     trio.check(graph, inputs, shared=True)
-    assert not graph._shared_buffers
+    assert not graph.shared_buffers
 
 
 def test_graph_that_is_wrong_only_where_buffers_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
