@@ -407,13 +407,15 @@ class RoundTasks:
                 store()
             self.gate_gradients(outcome)
             self.update.sum(summed.gradients, [bank.gradients.trained(j) for j in range(bank.num_learners)])
+            outcome.gradient_norm = self.update.gradient_norm(summed)
         self._sum_over_devices(outcome)
 
     def _sum_over_devices(self, outcome: RoundOutcome) -> None:
-        """All-reduce the sum of gradients in `bank.total`."""
+        """All-reduce the sum of gradients in `bank.total`, whose norm the outcome has."""
         bank, summed = self.bank, self.summed_rows[0]
         self.collective.all_reduce_sum(bank.total.storage)
-        outcome.gradient_norm = self.update.gradient_norm(summed)
+        if not self.collective.is_alone:
+            outcome.gradient_norm = self.update.gradient_norm(summed)
         if math.isfinite(outcome.gradient_norm):
             self.update.prepare_shared(bank, summed, self._summed_scale(outcome))
 
@@ -427,16 +429,32 @@ class RoundTasks:
         bank, update = self.bank, self.update
         copy_present(bank.summed_gradients, gradients)
         summed = self.summed_rows[0]
-        if not all(map(math.isfinite, [*outcome.losses, update.gradient_norm(summed)])):
+        outcome.gradient_norm = update.gradient_norm(summed)
+        if not all(map(math.isfinite, [*outcome.losses, outcome.gradient_norm])):
             bank.total.zero_row(0)
             for learner, own in enumerate(alone()):
                 outcome.finite[learner] = math.isfinite(norm(own)) and math.isfinite(outcome.losses[learner])
                 if outcome.finite[learner]:
                     add_present(bank.summed_gradients, own)
+            outcome.gradient_norm = update.gradient_norm(summed)
         self._sum_over_devices(outcome)
         steps = [self.next_summed_step(learner, outcome) for learner in range(bank.num_learners)]
         if steps[0] is not None:
             update.correct(0, summed, outcome.plan.averaging, steps[0])
+
+    def learn_apart(self, outcome: RoundOutcome) -> list[Tensor]:
+        """Do `learn` of one learner after another, compare their gradients, and return the sum, in layout order."""
+        bank, total = self.bank, self.bank.total.trained()
+
+        def gradients() -> Iterator[list[Tensor]]:
+            for learner in range(bank.num_learners):
+                self.learn(learner, outcome)
+                own = bank.gradients.trained(learner)
+                (torch._foreach_add_ if learner else torch._foreach_copy_)(total, own)
+                yield own
+
+        outcome.comparison = comparison_of(gradients())
+        return bank.summed_gradients
 
     def gradients_alone(self, plan: Round, batch: Batch, shared: bool) -> Iterator[list[Tensor]]:
         """Yield each learner's gradient by its module, on its part of `[K, B, ...]` or the batch that all share."""

@@ -71,7 +71,7 @@ class ReplicaBank:
 
     Attributes:
         base: frozen parameters, which are in none of the `Rows`.
-        one_row: as given; gradients are then one row for all learners, their sum or mean.
+        one_row: as given; rows of gradients are then one that each learner may write, and their sum is in `total`.
         weights, gradients, corrections, state: `Rows [capacity, P]`; the optimizer's state by name.
         buffers: floating-point buffers, `Rows [capacity, buffer values]`.
         z, z_prev, total: `Rows [1, P]`: the average model, the one before it, and the sum of the last corrections.

@@ -202,8 +202,9 @@ class FusedExecutor(Executor):
             self.trace(self._timeline)  # on the new stream
 
     def _run(self, outcome: RoundOutcome) -> None:
+        apart = self.tasks.bank.one_row and outcome.plan.compares
         with self.computing(), self.span("pass", ALL_LEARNERS, outcome.plan.index):
-            gradients = learn_fused(self.tasks, self._pass, outcome)
+            gradients = self.tasks.learn_apart(outcome) if apart else learn_fused(self.tasks, self._pass, outcome)
         if self.tasks.bank.one_row:
             self._correct_one_row(gradients, outcome)
             return
@@ -218,11 +219,9 @@ class FusedExecutor(Executor):
         plan, tasks, shared = outcome.plan, self.tasks, self._pass.shares(outcome.plan)
 
         def alone() -> Iterator[list[Tensor]]:
-            return tasks.gradients_alone(plan, self._pass.batch(plan), shared)
+            return tasks.gradients_alone(plan, self._pass.inputs(plan), shared)
 
         with self.computing(), self.span("update", ALL_LEARNERS, plan.index):
-            if plan.compares:
-                outcome.comparison = comparison_of(alone())
             tasks.correct_one_row(gradients, outcome, alone)
         self._note_pass()
 

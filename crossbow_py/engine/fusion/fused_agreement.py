@@ -400,13 +400,21 @@ class _Pair(Passes):
         ]
 
     def part_buffers(self) -> bool:
-        """Move the second learner's buffers that its graph took for the first one's; return whether there are any."""
+        """Move the second learner's buffers that its graph took for the first one's.
+
+        Return whether there are any with which the model still computes: borders of a domain cannot be moved.
+        """
         own = dict(self.bank.module(1).named_buffers())
         found = [own[name] for name in sorted(self._graph.shared_buffers) if own[name].is_floating_point()]
+        if not found:
+            return False
         compare.move(found, _APART)
         self._expected.pop(1, None)
         self._controls[1].cache_clear()
-        return bool(found)
+        try:
+            return bool(self.expected(1)["the loss"].isfinite())
+        except (ArithmeticError, IndexError, RuntimeError, ValueError):
+            return False
 
     def difference(self, learner: int, found: compare.Values, same: bool = False) -> compare.Difference | None:
         """Return where values differ from the learner's own by more than rounding explains; see `furthest`."""

@@ -98,8 +98,10 @@ class FusedPass:
 
     def batch(self, plan: Round) -> Batch:
         """Return the round's batches `[K, B, ...]`, or `[B, ...]` if all learners take the same."""
-        if self.source is not None:
-            return self.source(plan)
+        return self.inputs(plan) if self.source is None else self.source(plan)
+
+    def inputs(self, plan: Round) -> Batch:
+        """Return the same, as the feed gives it, whatever stands for it in passes."""
         feed, starts = self._tasks.feed, self.starts(plan)
         return feed.batch(starts[0]) if len(starts) == 1 else feed.batches(starts)
 

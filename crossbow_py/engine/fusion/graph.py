@@ -184,8 +184,9 @@ class FusedGraph:
         self._seen: object = None
 
     def _find_read_only(self) -> list[str]:
-        """Return the buffers that the graph reads and never writes, if there is a base to compute once with them."""
-        if not self._bank.base or not self._bank.base.is_shared:
+        """Return the buffers that the graph reads and never writes, if there are weights to compute once with them."""
+        base, one_row = self._bank.base, self._bank.one_row
+        if not one_row and not (base and base.is_shared):
             return []
         written = self._written | {node.args[0] for node in self._counting} | self._moved_statistics()
         read = {self._sources[node.name][1] for node in self._inputs if node.users}

@@ -62,6 +62,12 @@ def stack(value: Fused, num_learners: int) -> Tensor:
     return split_learners(tensor, 1, num_learners).transpose(0, 1)
 
 
+def folds(value: Fused) -> bool:
+    """Return whether a value is `[K, B, ...]` in the memory of `[K·B, ...]`, as after layers with shared weights."""
+    own = value.tensor
+    return value.layout is Layout.STACK and own.ndim > 1 and own.stride(0) == own.shape[1] * own.stride(1)
+
+
 def rank_of(value: Fused) -> int:
     """Return the number of dimensions of one learner's value."""
     return value.tensor.ndim - (value.layout is Layout.STACK)

@@ -110,6 +110,8 @@ class TorchUpdate:
         if not self.optimizer.TAKES_MATRICES:
             return
         self.prepare([0], [row], [Step(0.0, 0, scale)])
+        if bank.one_row:
+            return
         for rows in [*bank.state.values(), *([bank.weights] if self.optimizer.prepares_weights else [])]:
             first, *others = (rows.trained(learner)[: row.num_matrices] for learner in range(bank.num_learners))
             for own in others:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.engine.fusion.rules.registry import Call, NotFusedError, arguments_by_name, base_name, rule, run
-from crossbow_py.engine.fusion.values import Fused, Layout, rank_of, split_learners, with_rank, wrap
+from crossbow_py.engine.fusion.values import Fused, Layout, folds, rank_of, split_learners, with_rank, wrap
 from crossbow_py.engine.modules.dropout import take_masks
 
 
@@ -110,8 +110,8 @@ def batch_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def _is_normalised_in_place(named: Mapping[str, Any]) -> bool:
     """Return whether learners are best normalised one by one: on CPUs, where samples of each lie together."""
     own, scales = named["input"], (named["weight"], named["bias"])
-    together = own.layout is Layout.STACK and own.tensor.device.type == "cpu" and _folds(own.tensor)
-    return together and None not in scales and all_shared(*scales)
+    together = own.tensor.device.type == "cpu" and folds(own)
+    return together and all_shared(*scales)
 
 
 class _NormOfLearners(torch.autograd.Function):
@@ -119,11 +119,14 @@ class _NormOfLearners(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own: Tensor, weight: Tensor, bias: Tensor, means: Tensor | None, variances: Tensor | None,
-        momentum: float, eps: float,
+        ctx: Any, own: Tensor, weight: Tensor | None, bias: Tensor | None, means: Tensor | None,
+        variances: Tensor | None, momentum: float, eps: float,
     ) -> Tensor:  # fmt: skip
         """Return normalised values, and update running statistics `[K, C]` in place."""
-        result, saved = torch.empty_like(own), weight.new_empty(2, len(own), len(weight), dtype=weight.dtype)
+        if not _is_end_to_end(own[0]):  # torch writes no other results
+            own = own.contiguous()
+        kind = torch.promote_types(own.dtype, torch.float32)
+        result, saved = torch.empty_like(own), own.new_empty(2, len(own), own.shape[2], dtype=kind)
         for j, each in enumerate(own):
             statistics = [None if rows is None else rows[j] for rows in (means, variances)]
             out = {"out": result[j], "save_mean": saved[0, j], "save_invstd": saved[1, j]}
@@ -146,6 +149,12 @@ class _NormOfLearners(torch.autograd.Function):
         whole = torch.cat(of_values).view_as(own) if ctx.needs_input_grad[0] else None
         needed = zip((of_weight, of_bias), ctx.needs_input_grad[1:3], strict=True)
         return whole, *(torch.stack(each).sum(0) if is_needed else None for each, is_needed in needed), *[None] * 4
+
+
+def _is_end_to_end(samples: Tensor) -> bool:
+    """Return whether samples `[B, C, ...]` fill their memory in order, or channels-last."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(samples.ndim, torch.contiguous_format)
+    return samples.is_contiguous() or samples.is_contiguous(memory_format=last)
 
 
 @rule("group_norm")
@@ -367,7 +376,7 @@ def channelwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     name = base_name(call.target)
     if rank_of(args[0]) != 2 + next((int(letter) for letter in name if letter.isdigit()), 2):
         raise NotFusedError  # an image without a batch
-    if args[0].layout is Layout.STACK and _folds(args[0].tensor):
+    if folds(args[0]):
         result = call.target(args[0].tensor.flatten(0, 1), *args[1:], **kwargs)
         parts = [result] if isinstance(result, Tensor) else result
         found = [Fused(split_learners(part, 0, call.num_learners), Layout.STACK) for part in parts]
@@ -376,17 +385,14 @@ def channelwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     return wrap(result, Layout.CHANNELS)
 
 
-def _folds(stacked: Tensor) -> bool:
-    """Return whether `[K, B, ...]` is a view `[K·B, ...]`, as after layers with shared weights."""
-    return stacked.stride(0) == stacked.shape[1] * stacked.stride(1)
-
-
 @rule("prelu")
 def prelu(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Apply a slope for every channel, or one for all channels of a learner."""
     own, slopes = args
     if rank_of(own) < 2:
         raise NotFusedError  # a vector without a batch
+    if all_shared(slopes) and folds(own):
+        return _folded(call, {"self": own, "weight": slopes.tensor}, "self")
     values = call.channels(own)
     each = call.stack(slopes).expand(-1, values.shape[1] // call.num_learners)
     return Fused(call.target(values, each.flatten(0, 1)), Layout.CHANNELS)

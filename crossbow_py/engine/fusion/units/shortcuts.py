@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from crossbow_py.engine.fusion.rules.registry import Call
 from crossbow_py.engine.fusion.units.units import calls, only_user
-from crossbow_py.engine.fusion.values import Fused, Layout, channels_last, split_learners
+from crossbow_py.engine.fusion.values import Fused, Layout, channels_last, folds, split_learners
 from crossbow_py.engine.fusion.writes import Write
 
 _TO_THE_END = 2**31  # the least end of a slice without one
@@ -82,7 +82,13 @@ def _padded(node: Node | None) -> tuple[int, int] | None:
 
 
 def run_shortcut(shortcut: Shortcut, call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Fused:
-    """Return `[B, K·(before + C + after), ⌈H/s⌉, ⌈W/s⌉]` for images `[B, K·C, H, W]`, all channels-last."""
+    """Return `[B, K·(before + C + after), ⌈H/s⌉, ⌈W/s⌉]` for images `[B, K·C, H, W]`, all channels-last.
+
+    Images `[K, B, ...]` that fold are taken as `[K·B, ...]`.
+    """
+    if folds(args[0]):
+        found = _Run.apply(channels_last(args[0].tensor.flatten(0, 1)), shortcut, 1)  # type: ignore[no-untyped-call]
+        return Fused(split_learners(found, 0, call.num_learners), Layout.STACK)
     images = channels_last(call.channels(args[0]))
     return Fused(_Run.apply(images, shortcut, call.num_learners), Layout.CHANNELS)  # type: ignore[no-untyped-call]
 

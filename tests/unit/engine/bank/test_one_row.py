@@ -56,6 +56,25 @@ def images():
     )  # fmt: skip
 
 
+class Odd(nn.Module):
+    """BatchNorm of values that are not end to end in memory, a slope, masked weights, and ResNet's padded shortcut."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(2)
+        self.slopes, self.plain = nn.PReLU(2), nn.BatchNorm1d(9, affine=False)
+        self.head = nn.Linear(18, 3)
+        self.register_buffer("mask", (torch.arange(54).reshape(3, 18) % 3 > 0).float())
+
+    def forward(self, x):
+        own = self.conv(x)
+        own = self.slopes(self.norm(own.chunk(2, 1)[0][:, :, ::2]))
+        own = nn.functional.pad(own[:, :, ::1, ::2], (0, 0, 0, 0, 0, 1))[:, :2]
+        own = self.plain(own.flatten(2).transpose(1, 2))
+        return nn.functional.linear(own.flatten(1), self.head.weight * self.mask, self.head.bias)
+
+
 def sequences():
     targets = torch.arange(48) % 3
     return (torch.arange(48 * 5).reshape(48, 5) * 5) % 7, targets
@@ -63,6 +82,7 @@ def sequences():
 
 TASKS = {
     "images": (images, lambda: PICTURES),
+    "odd": (Odd, lambda: PICTURES),
     "tokens": (Tokens, sequences),
     "tokens, time first": (lambda: Tokens(batch_first=False), sequences),
 }

@@ -21,7 +21,7 @@ from crossbow_py.engine.fusion.rules.registry import RULES, Call
 from crossbow_py.engine.fusion.values import Fused, Layout
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import BF16
-from tests.support import features, make_tasks
+from tests.support import features, make_tasks, plan
 from tests.unit.engine.fusion.trio import K, Trio
 
 
@@ -184,6 +184,43 @@ def test_graph_that_is_wrong_only_where_buffers_differ_is_refused(monkeypatch: p
     note_only_read(model)
     with pytest.raises(FusionError, match="other numbers"):
         FusedExecutor(make_tasks(lambda: model, data=features(48, (6,), 4), order="blocks", rule=Independent()))
+
+
+class Positions(nn.Module):
+    """A frozen table whose places are a buffer of floats: none of them can be moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = frozen(nn.Embedding(6, 6)), nn.Linear(6, 4)
+        self.register_buffer("places", torch.arange(6.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(x + self.table(self.places.long()).sum(0))
+        return found
+
+
+def test_buffer_that_bears_no_other_value_is_compared_as_it_is() -> None:
+    model = Positions()
+    note_only_read(model)
+    tasks = make_tasks(lambda: model, data=features(48, (6,), 4), order="blocks", rule=Independent())
+    FusedExecutor(tasks).submit(plan(tasks, 0))
+
+
+def test_frozen_norm_of_transposed_values_equals_three_modules() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3)), Transposed(), frozen_scale(nn.BatchNorm1d(3)))
+    trio, inputs = trio_of(nn.Sequential(*model, nn.Flatten())), torch.randn(5, 6, dtype=torch.float64)
+    trio.check(trio.graph(inputs), inputs, shared=True)
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+def frozen_scale(norm: nn.Module) -> nn.Module:
+    """A norm by its batch's own statistics, with a scale and a shift that are not trained."""
+    return norm.requires_grad_(False)
 
 
 class Scaled(nn.Module):
