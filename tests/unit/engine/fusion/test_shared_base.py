@@ -206,23 +206,6 @@ def test_buffer_that_bears_no_other_value_is_compared_as_it_is() -> None:
     FusedExecutor(tasks).submit(plan(tasks, 0))
 
 
-def test_frozen_norm_of_transposed_values_equals_three_modules() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3)), Transposed(), frozen_scale(nn.BatchNorm1d(3)))
-    trio, inputs = trio_of(nn.Sequential(*model, nn.Flatten())), torch.randn(5, 6, dtype=torch.float64)
-    trio.check(trio.graph(inputs), inputs, shared=True)
-
-
-class Transposed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2)
-
-
-def frozen_scale(norm: nn.Module) -> nn.Module:
-    """A norm by its batch's own statistics, with a scale and a shift that are not trained."""
-    return norm.requires_grad_(False)
-
-
 class Scaled(nn.Module):
     """A layer times a number of its own, as LoRA's, which decides nothing about the format."""
 
