@@ -103,6 +103,11 @@ class LoRA:
             )
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether a module or parameter of this name is part of an adapter."""
+    return ".lora_" in name
+
+
 def names_in_base(names: Iterable[str]) -> dict[str, str]:
     """Return the names that parameters and buffers of an adapted model have in its base, without those of adapters.
 
@@ -111,7 +116,7 @@ def names_in_base(names: Iterable[str]) -> dict[str, str]:
     found = {}
     every = list(names)
     for name in every if any(name.startswith(_OF_PEFT) for name in every) else ():
-        if ".lora_" not in name and not name.endswith(SCALE):
+        if not is_adapter(name) and not name.endswith(SCALE):
             own = name.removeprefix(_OF_PEFT)
             for part in (".base_layer.", ".original_module.", ".modules_to_save.default."):
                 own = own.replace(part, ".")
