@@ -64,7 +64,6 @@ from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_folder.recorded_config import train_command
 from crossbow_py.train.run_settings import RunSettings, choose
 
-
 # Keys of a model that trials of one pack need not have in common.
 _OF_A_ROW = frozenset({"dropout", "lora.dropout", "lora.alpha"})
 
@@ -168,9 +167,9 @@ class SearchRun:
         model = without(to_mapping(own.model), _OF_A_ROW)
         return TrialSettings(
             seed=own.seed,
-            make_model=make_model if self._targets is None else standardizing(
-                make_model, *self._targets, asked=self._standardizes is True
-            ),
+            make_model=make_model
+            if self._targets is None
+            else standardizing(make_model, *self._targets, asked=self._standardizes is True),
             model_key=json.dumps([own.model.NAME, model], sort_keys=True, default=str),
             batch_size=own.batch_size,
             optimizer=own.optimizer,

@@ -125,7 +125,10 @@ def config_to_mapping(config: JobConfig) -> dict[str, Any]:
 def first_model(
     model: ModelSettings, input_shape: tuple[int, ...], num_classes: int | None, init_from: str | Path | None
 ) -> nn.Module:  # fmt: skip
-    """Make a model with the weights that training begins with, those of `init_from` if there is one. Raises UserError."""
+    """Make a model with the weights that training begins with, those of the file `init_from` if there is one.
+
+    Raises UserError.
+    """
     module = model.make(input_shape, num_classes or 0)
     if init_from is not None:
         load_weights(module, given_path("init_from", init_from))
