@@ -20,6 +20,7 @@ from crossbow_py.models.frozen import frozen
 
 SCALE = "adapter_scale"  # the buffer that holds α/r: PEFT would save a name with "lora_" in it
 _OF_PEFT = "base_model.model."  # before the names of the base's parameters
+_KEPT, _TRAINED = ".original_module.", ".modules_to_save.default."  # in names of a layer that is trained whole
 _MOST_NAMED = 8
 
 
@@ -108,6 +109,12 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
+def replaced_names(names: Iterable[str]) -> set[str]:
+    """Return the names of parameters of layers that PEFT has kept as they were, and trains a copy of in their place."""
+    every = set(names)
+    return {name for name in every if _KEPT in name and name.replace(_KEPT, _TRAINED) in every}
+
+
 def names_in_base(names: Iterable[str]) -> dict[str, str]:
     """Return the names that parameters and buffers of an adapted model have in its base, without those of adapters.
 
@@ -118,7 +125,7 @@ def names_in_base(names: Iterable[str]) -> dict[str, str]:
     for name in every if any(name.startswith(_OF_PEFT) for name in every) else ():
         if not is_adapter(name) and not name.endswith(SCALE):
             own = name.removeprefix(_OF_PEFT)
-            for part in (".base_layer.", ".original_module.", ".modules_to_save.default."):
+            for part in (".base_layer.", _KEPT, _TRAINED):
                 own = own.replace(part, ".")
             found[name] = own
     return found

@@ -1,4 +1,4 @@
-"""Draws a result's picture: losses by rate, of trials after their first rung, a panel a batch size, and of optimizers."""
+"""Draws losses by rate: of trials after their first rung, a panel for each batch size, and of optimizers."""
 
 from __future__ import annotations
 

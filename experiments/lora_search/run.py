@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from crossbow_py import load_models
 from crossbow_py.core.intervals import estimate
+from crossbow_py.data.datasets import as_pair
 from crossbow_py.data.sources.text import Text
 from experiments.bench.machine import ROOT
 from experiments.bench.program import count, measure_and_write, measuring_parser
@@ -153,7 +154,8 @@ def _loaded(study: Study, base: Path, search: Path, prose: Path) -> dict[str, An
     import peft  # noqa: PLC0415  seconds
 
     best = json.loads((search / "search.json").read_text())["best"]["params"]
-    test = Text(file=str(prose), context=CONTEXT, test_fraction=0.1).load(progress=False).test
+    test = as_pair(Text(file=str(prose), context=CONTEXT, test_fraction=0.1).load(progress=False).test)
+    assert test is not None, "texts are tensors"
     (plain,) = load_models(base)
     runs = {f"rank {best['model.lora.rank']}, the best": search}
     for rank in (own for own in RANKS if own != best["model.lora.rank"]):
@@ -162,24 +164,23 @@ def _loaded(study: Study, base: Path, search: Path, prose: Path) -> dict[str, An
         runs[f"rank {rank}, {rounds} rounds"] = study.run("train", *words)
     rows = []
     for name, run in runs.items():
-        (model,) = load_models(run)
+        model: Any = load_models(run)[0]
         model.save_pretrained(study.folder / "adapter" / run.name)
-        by_peft = peft.PeftModel.from_pretrained(copy.deepcopy(plain), study.folder / "adapter" / run.name).eval()
-        differences = [float((_scores(model, ids) - _scores(by_peft, ids)).abs().max()) for ids in test[0].split(64)]
-        rows.append({"adapter": name, "difference": max(differences), "test_loss": _loss(by_peft, test)})
+        base_again: Any = copy.deepcopy(plain)
+        by_peft = peft.PeftModel.from_pretrained(base_again, study.folder / "adapter" / run.name).eval()
+        difference = float((_scores(model, test[0]) - _scores(by_peft, test[0])).abs().max())
+        rows.append({"adapter": name, "difference": difference, "test_loss": _loss(by_peft, test)})
     return {"base": _loss(plain, test), "adapters": rows}
 
 
 @torch.no_grad()
 def _scores(model: nn.Module, ids: Tensor) -> Tensor:
-    scores: Tensor = model(ids)
-    return scores
+    return torch.cat([model(own) for own in torch.split(ids, 64)])
 
 
 def _loss(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
     """The loss a token, by PyTorch alone."""
-    scores = torch.cat([_scores(model, ids) for ids in test[0].split(64)])
-    return float(nn.functional.cross_entropy(scores.flatten(0, 1), test[1].flatten()))
+    return float(nn.functional.cross_entropy(_scores(model, test[0]).flatten(0, 1), test[1].flatten()))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

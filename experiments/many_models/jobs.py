@@ -114,8 +114,8 @@ def on_a_frozen_base(name: str, scale: int, draw: torch.Generator) -> Task:
         count = batch * max(8, min(48, 4096 // (batch * length))) if name != "adapters" else 240
         tokens = torch.randint(5, 30_000, (count // scale or batch, length), generator=draw)
         texts = tokens, (tokens[:, 0] > 15_000).long()
-        few, whole = tokens[:64], [np.arange(len(tokens))] * 16
-        return Task(Texts, texts, (few, texts[1][:64]), whole, nn.CrossEntropyLoss(), batch, 1, 1e-3, adamw=True)
+        test, whole = (tokens[:64], texts[1][:64]), [np.arange(len(tokens))] * 16
+        return Task(Texts, texts, test, whole, nn.CrossEntropyLoss(), batch, 1, 1e-3, adamw=True)
     images = torch.randn(1600 // scale, 3, 32, 32, generator=draw)
     data = images, torch.randint(0, 10, (len(images),), generator=draw)
     few = images[:64], data[1][:64]

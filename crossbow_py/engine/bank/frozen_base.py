@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
+from crossbow_py.models.lora import replaced_names
 
 _ONLY_READ: WeakSet[nn.Module] = WeakSet()
 
@@ -35,6 +36,7 @@ class FrozenBase:
         self.is_shared, self._on_host = rows is None, dict[str, Tensor]()
         full, self._master = full_precision_parameters(template), dict[str, Tensor]()  # [1 or rows, *shape]
         self._of_passes: dict[str, Tensor] = {}  # the same tensors, or in compute precision
+        self._compared = read_parameters(template).keys()
         for name, own in frozen_parameters(template).items():
             values = _empty((rows or 1, *own.shape), precision.master, device, channels_last)
             self._master[name] = values.copy_(own.detach())
@@ -78,12 +80,13 @@ class FrozenBase:
     def load(self, learner: int, values: Mapping[str, Tensor]) -> None:
         """Copy values by name to a learner's row. Raises ValueError if all share one that has other values.
 
-        Of names without a value, the learner has those that all share.
+        Of names without a value, and of what no pass reads, the learner has those that all share.
         """
         if not self.is_shared:
             self._write(learner, values)
             return
-        for name, own in ((name, own) for name, own in self.master(0).items() if name in values):
+        shared = self.master(0)
+        for name, own in ((name, shared[name]) for name in self._compared if name in values):
             given = values[name].detach().to(own)
             if given.data_ptr() != own.data_ptr() and not torch.equal(given.nan_to_num(), own.nan_to_num()):
                 raise ValueError(f"the frozen parameter {name} has other values than that of the other learners")
@@ -122,9 +125,18 @@ def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: own for name, own in module.named_parameters() if not own.requires_grad}
 
 
+def read_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the frozen parameters that passes read: not those of a layer in whose place PEFT trains a copy.
+
+    These may be a new head's first values, which differ from seed to seed.
+    """
+    replaced = replaced_names(name for name, _ in module.named_parameters())
+    return {name: own for name, own in frozen_parameters(module).items() if name not in replaced}
+
+
 def frozen_values(model: nn.Module) -> str | None:
-    """Return a text that is equal for models whose frozen parameters are equal; None for a model without any."""
-    found, known = frozen_parameters(model), hashlib.sha256()
+    """Return a text that is equal for models whose `read_parameters` are equal; None for a model without any."""
+    found, known = read_parameters(model), hashlib.sha256()
     for name, own in found.items():
         known.update(repr((name, tuple(own.shape))).encode())
         known.update(own.detach().float().cpu().flatten().numpy().data)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,18 @@ def adapted(**options: Any) -> LoRA:
     return LoRA(base, **{"targets": TARGETS, "trained": HEAD, **options})
 
 
-def by_peft(seed: int, rounds: int, rate: float, rank: int, alpha: int) -> dict[str, Tensor]:
+def with_new_head() -> nn.Module:
+    """The same network, and a head that is drawn by the seed at hand."""
+    return nn.Sequential(*base()[:4], nn.Linear(8, 3))
+
+
+def by_peft(
+    seed: int, rounds: int, rate: float, rank: int, alpha: int, make: Callable[[], nn.Module] = base
+) -> dict[str, Tensor]:  # fmt: skip
     """What a plain loop over PEFT's model gives in float64, with all samples in each batch."""
     torch.manual_seed(seed)
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=[*TARGETS], modules_to_save=[*HEAD])
-    model = peft.get_peft_model(base(), config).double()
+    model = peft.get_peft_model(make(), config).double()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate, momentum=0.9)
     inputs, labels = data_of()
     for _ in range(rounds):
@@ -79,6 +87,34 @@ def test_adapters_of_other_ranks_and_scales_learn_in_one_pack_what_each_learns_b
     one, other = results[0].state, results[1].state  # both have the memory of one base
     name = "base_model.model.0.base_layer.weight"
     assert one[name].data_ptr() == other[name].data_ptr()
+
+
+def test_members_whose_new_heads_begin_apart_share_one_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT keeps the layer in whose place it trains a head: nothing reads that, so it is no base of its own."""
+    monkeypatch.setattr(run_settings, "choose_precision", lambda name, device: FP64)
+    members = [
+        Member(seed=n, model=LoRA(with_new_head, rank=r, alpha=4, targets=TARGETS, trained=HEAD), optimizer=SGD(0.1))
+        for n, r in enumerate((2, 4, 2))
+    ]
+    results = train_many(with_new_head, data_of(), members=members, batch_size=16, max_epochs=20, executor="fused")
+    assert sum("padded with zeros" in note for note in results.notes) == 1
+    name = "base_model.model.0.base_layer.weight"
+    assert len({own.state[name].data_ptr() for own in results}) == 1
+    heads = set()
+    for seed, rank in enumerate((2, 4, 2)):
+        expected, found = by_peft(seed, 20, 0.1, rank, 4, with_new_head), results[seed].model.state_dict()
+        trained = [name for name in expected if "original_module" not in name]
+        assert max(float((found[name] - expected[name]).abs().max()) for name in trained) <= 1e-10
+        heads.add(float(found["base_model.model.4.modules_to_save.default.weight"].sum()))
+    assert len(heads) == 3
+
+
+def test_bases_that_differ_from_seed_to_seed_are_said_to_be_held_by_each() -> None:
+    drawn = LoRA(lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), rank=2, targets=["0"])
+    notes = train_many(drawn, data_of(), members=2, batch_size=4, max_epochs=1, executor="serial").notes
+    assert sum(note.startswith("83 frozen values differ from trial to trial, and each holds its own") for note in notes)
+    same = train_many(adapted(), data_of(), members=2, batch_size=4, max_epochs=1, executor="serial").notes
+    assert not any("differ" in note for note in same)
 
 
 def muon_by_hand(seed: int, rounds: int, rate: float, rank: int) -> dict[str, Tensor]:
