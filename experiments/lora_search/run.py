@@ -31,6 +31,7 @@ from crossbow_py import load_models
 from crossbow_py.core.intervals import estimate
 from crossbow_py.data.datasets import as_pair
 from crossbow_py.data.sources.text import Text
+from crossbow_py.telemetry.records import read_summary
 from experiments.bench.machine import ROOT
 from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.tables.markdown import NONE, markdown_table
@@ -44,6 +45,7 @@ RATES = {"adapters": (0.0003, 0.001, 0.003, 0.01), "all": (0.0001, 0.0003, 0.001
 OPTIMIZERS = {"adamw": (0.001, 0.003, 0.01, 0.03), "muon": (0.003, 0.01, 0.03, 0.1)}
 _TARGETS = "[attention.inputs, attention.out, mlp.0, mlp.2]"
 _BYTES = 100_000  # of the language reference
+_QUICK = {"train": ["+debug=fast"], "search": ["executor=serial"], "many": ["executor=serial"]}
 _FEW_ROUNDS = 60  # of what is trained to be loaded alone
 
 
@@ -59,6 +61,7 @@ class Study:
     def run(self, command: str, *words: str) -> Path:
         """Run a command of the package; returns its folder. Raises RuntimeError with its last line if it fails."""
         out = self.folder / f"{command}{len(self.commands)}"
+        words = (*words, *(_QUICK[command] if self.quick else ()))
         shown = [f"python -m crossbow_py.{command}", *map(shlex.quote, words), f"output_dir=runs/{out.name}"]
         self.commands.append(" ".join(shown).replace(f"{self.folder}/", "runs/"))
         print(self.commands[-1], file=sys.stderr)
@@ -86,7 +89,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         study = Study(Path(name), given.seeds, given.quick)
         prose = study.folder / "prose.txt"
-        prose.write_bytes("\n\n".join(topics.values()).encode()[:_BYTES])
+        prose.write_bytes("\n\n".join(topics.values()).encode()[: _BYTES // 5 if given.quick else _BYTES])
         base = study.run(
             "train", "+experiment=gpt_tiny", *_MODEL, f"data.context={CONTEXT}", "num_learners=1", "batch_size=16",
             "evaluations_per_epoch=1", study.epochs(0.3),
@@ -119,34 +122,42 @@ def _searched(study: Study, task: Sequence[str], base: Path, prose: Path) -> dic
         found[kind] = {
             "trials": [{key: each[key] for key in ("params", "values", "state")} for each in record["trials"]],
             "best": best, "test_loss": record["best"]["test_loss"], "packs": _packs(record["notes"]),
-            "seeds": _seeds(study, [*task, *([lora] if own else []), *again])[0]["losses"],
+            "seeds": _by_seed(study, [*task, *([lora] if own else []), *again]),
         }  # fmt: skip
     found["loaded"] = _loaded(study, base, folders["adapters"], prose)
     return found
 
 
-def _packs(notes: Sequence[str]) -> list[str]:
-    """What a search said of its packs, without how fast they are."""
-    return [note.partition(":")[0].partition(",")[0].rstrip(".") for note in notes if note.startswith("Trials of")]
+def _packs(notes: Sequence[str]) -> dict[str, int]:
+    """The most trials side by side of each batch size, as a search has said."""
+    found = (
+        re.match(r"Trials of .* with batches of (\d+) run (?:in packs of (\d+)|one at a time)", own) for own in notes
+    )
+    return {own[1]: int(own[2] or 1) for own in found if own is not None}
 
 
-def _seeds(study: Study, words: Sequence[str], members: str = "") -> list[dict[str, Any]]:
-    """The test losses of members after 3 epochs, or 1 if there are several, from each seed."""
-    own = [f"members={members}"] if members else []
-    folder = study.run("many", *words, *own, f"seeds={study.seeds}", study.epochs(1 if members else 3))
-    rows = json.loads((folder / "results.json").read_text())["members"]
-    groups = list(dict.fromkeys(row["group"] for row in rows))
-    return [{"group": each, "losses": [row["test_loss"] for row in rows if row["group"] == each]} for each in groups]
+def _by_seed(study: Study, words: Sequence[str]) -> list[float]:
+    """The test losses after 3 epochs, from seeds that draw adapters and the order of samples."""
+    seeds = [*range(study.seeds)]
+    folder = study.run("train", "-m", *words, "num_learners=1", f"seed={','.join(map(str, seeds))}", study.epochs(3))
+    folders = [folder / f"seed={seed}" for seed in seeds] if study.seeds > 1 else [folder]
+    return [read_summary(own)["test_loss"] for own in folders]
 
 
 def _optimizer(study: Study, task: Sequence[str], name: str, rates: Sequence[float]) -> dict[str, Any]:
     """An optimizer's test losses by its rate, adapters of rank 8 in batches of 16, an epoch."""
-    members = "[" + ", ".join(f"{{optimizer.learning_rate: {rate}}}" for rate in rates) + "]"
+    members = ", ".join(f"{{name: '{rate}', optimizer.learning_rate: {rate}}}" for rate in rates)
     words = [f"optimizer={name}" if word == "optimizer=adamw" else word for word in task]
     lora = f"model.lora={{rank: 8, targets: {_TARGETS}}}"
-    rows = _seeds(study, [*words, lora, "batch_size=16"], members)
-    return {"optimizer": name, "rates": [dict(zip(("rate", "losses"), (rate, row["losses"]), strict=True))
-                                         for rate, row in zip(rates, rows, strict=True)]}  # fmt: skip
+    folder = study.run(
+        "many", *words, lora, "batch_size=16", f"members=[{members}]", f"seeds={study.seeds}", study.epochs(1)
+    )
+    rows = json.loads((folder / "results.json").read_text())["members"]
+    losses = [[row["test_loss"] for row in rows if row["group"] == str(rate)] for rate in rates]
+    return {
+        "optimizer": name,
+        "rates": [{"rate": rate, "losses": own} for rate, own in zip(rates, losses, strict=True)],
+    }
 
 
 def _loaded(study: Study, base: Path, search: Path, prose: Path) -> dict[str, Any]:
@@ -159,7 +170,7 @@ def _loaded(study: Study, base: Path, search: Path, prose: Path) -> dict[str, An
     (plain,) = load_models(base)
     runs = {f"rank {best['model.lora.rank']}, the best": search}
     for rank in (own for own in RANKS if own != best["model.lora.rank"]):
-        rounds = 3 if study.quick else _FEW_ROUNDS
+        rounds = 2 if study.quick else _FEW_ROUNDS
         words = [f"config={search / 'best'}", f"model.lora.rank={rank}", f"max_rounds={rounds}"]
         runs[f"rank {rank}, {rounds} rounds"] = study.run("train", *words)
     rows = []
@@ -200,14 +211,18 @@ def search_text(result: Result) -> str:
         own = result[kind]
         trials = len(own["trials"])
         best = ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {value:g}" for key, value in own["best"].items())
-        packs = "; ".join(re.sub(r"^.*?with ", "", each) for each in own["packs"])
+        packs = ", ".join(f"{size} of batches of {batch}" for batch, size in sorted(own["packs"].items(), key=_first))
         rows.append([what, str(trials), packs, best, f"{own['test_loss']:.4f}", str(estimate(own["seeds"])),
                      str(len(own["seeds"]))])  # fmt: skip
-    head = ("", "trials", "packs", "best", "its test loss", "test loss of that setting by seeds", "n")
+    head = ("", "trials", "side by side, at most", "best", "its test loss", "test loss of that setting by seeds", "n")
     loaded = [[each["adapter"], f"{each['test_loss']:.4f}", f"{each['difference']:.1e}"]
               for each in result["loaded"]["adapters"]]  # fmt: skip
     peft = markdown_table(("loaded by PEFT", "test loss", "furthest logit from crossbow_py's"), loaded)
     return f"{markdown_table(head, rows)}\n\n{peft}"
+
+
+def _first(pair: tuple[str, int]) -> int:
+    return int(pair[0])
 
 
 def optimizers_text(result: Result) -> str:

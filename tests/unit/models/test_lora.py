@@ -113,7 +113,7 @@ def test_bases_that_differ_from_seed_to_seed_are_said_to_be_held_by_each() -> No
     drawn = LoRA(lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), rank=2, targets=["0"])
     notes = train_many(drawn, data_of(), members=2, batch_size=4, max_epochs=1, executor="serial").notes
     assert sum(note.startswith("83 frozen values differ from trial to trial, and each holds its own") for note in notes)
-    same = train_many(adapted(), data_of(), members=2, batch_size=4, max_epochs=1, executor="serial").notes
+    same = train_many(adapted(rank=2), data_of(), members=2, batch_size=4, max_epochs=1, executor="serial").notes
     assert not any("differ" in note for note in same)
 
 
