@@ -112,7 +112,7 @@ def on_a_frozen_base(name: str, scale: int, draw: torch.Generator) -> Task:
     if name.startswith("adapters"):
         batch, length = map(int, (name.removeprefix("adapters").strip() or "2x32").split("x"))
         count = batch * max(8, min(48, 4096 // (batch * length))) if name != "adapters" else 240
-        tokens = torch.randint(5, 30_000, (count // scale or batch, length), generator=draw)
+        tokens = torch.randint(5, 30_000, (max(batch, count // scale), length), generator=draw)
         texts = tokens, (tokens[:, 0] > 15_000).long()
         test, whole = (tokens[:64], texts[1][:64]), [np.arange(len(tokens))] * 16
         return Task(Texts, texts, test, whole, nn.CrossEntropyLoss(), batch, 1, 1e-3, adamw=True)

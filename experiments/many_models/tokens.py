@@ -28,6 +28,7 @@ from experiments.tables.markdown import markdown_table, spread_text
 Result = Mapping[str, Any]
 KIND, IN_TURNS = "tokens", "in turns"
 STEPS = ("1x8", "1x32", "2x32", "4x32", "8x32", "8x64")
+_PACKS = re.compile(r"Members of .* run (?:in packs of (\d+)|one at a time)")
 _JOBS = Path(__file__).with_name("jobs.py")
 
 
@@ -57,8 +58,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr.strip().splitlines()[-1])
-        notes = [line for line in done.stderr.splitlines() if "run in packs" in line or "one at a time" in line]
-        rows.append({"step": own, "load_before": load, "notes": list(dict.fromkeys(notes)),
+        sizes = [int(found[1] or 1) for found in map(_PACKS.match, done.stderr.splitlines()) if found is not None]
+        rows.append({"step": own, "load_before": load, "side_by_side": sizes,
                      "rates": json.loads(done.stdout.splitlines()[-1])})  # fmt: skip
         print(f"{own}: {result_text({'rows': rows[-1:]}).splitlines()[-1]}", file=sys.stderr)
     return {"kind": KIND, "rows": rows}
@@ -76,9 +77,10 @@ def result_text(result: Result) -> str:
     for row in result["rows"]:
         batch, length = map(int, row["step"].split("x"))
         many, *loop = (median(own) for own in row["rates"].values())
-        cells = [f"{batch * length}", f"{many:,.0f}", f"{max(loop):,.0f}", spread_text(spread(ratios(row)))]
+        sizes = "–".join(map(str, sorted(set(row["side_by_side"]))))  # one each call; where packs do not pay, 1
+        cells = [f"{batch * length}", sizes, f"{many:,.0f}", f"{max(loop):,.0f}", spread_text(spread(ratios(row)))]
         rows.append([f"{batch} × {length} tokens", *cells, str(len(row["rates"]["many"]))])
-    head = ("a step of one adapter", "tokens", "16 in a pack, samples/s", "one after another", "ratio", "n")
+    head = ("a step of one adapter", "tokens", "side by side", "16 adapters, samples/s", "one after another", "ratio", "n")
     return markdown_table(head, rows)
 
 
