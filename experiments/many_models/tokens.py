@@ -80,7 +80,7 @@ def result_text(result: Result) -> str:
         sizes = "–".join(map(str, sorted(set(row["side_by_side"]))))  # one each call; where packs do not pay, 1
         cells = [f"{batch * length}", sizes, f"{many:,.0f}", f"{max(loop):,.0f}", spread_text(spread(ratios(row)))]
         rows.append([f"{batch} × {length} tokens", *cells, str(len(row["rates"]["many"]))])
-    head = ("a step of one adapter", "tokens", "side by side", "16 adapters, samples/s", "one after another", "ratio", "n")
+    head = ("step of an adapter", "tokens", "side by side", "16 adapters, samples/s", "one after another", "ratio", "n")
     return markdown_table(head, rows)
 
 
