@@ -182,7 +182,7 @@ class Search:
             metric=metric or ("accuracy" if takes_classes(self.loss) else "loss"),
             output_dir=None if output_dir is None else str(output_dir),
             resume=None if output_dir is None else "auto",
-            **{"experiment": "search", **settings},
+            **{"experiment": "search", **_with_paths_as_text(settings)},
         )
         smooths = self.config.label_smoothing or "label_smoothing" in self.config.space
         if smooths and loss_on(torch.device("cpu"), self.loss) is not nn.functional.cross_entropy:
@@ -253,6 +253,10 @@ def _check_space(model: Callable[..., nn.Module], space: Mapping[str, Any]) -> N
         name = key.removeprefix(_MODEL)
         if key.startswith(_MODEL) and name not in known and not takes_all:
             raise UserError(f"space: {key} is no argument of the model{suggestion(name, known)}")
+
+
+def _with_paths_as_text(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
 
 
 def _as_keys(key: str, entry: Any) -> tuple[str, Any]:
