@@ -165,8 +165,8 @@ class Search:
             if data is not None or what == "data set":
                 check_data(data, f"the {what}")
         self._kept: list[Given] = []
-        given = optimizer is not None or settings.get("init_from") is not None
-        asked = False if standardize_targets == "auto" and given else standardize_targets
+        given = standardize_targets == "auto" and (optimizer is not None or settings.get("init_from") is not None)
+        asked = False if given else standardize_targets
         self._standardizes = asked if train is not None and standardizes(asked, train, loss) else False
         self._make, self._has_test = model, test is not None or validation is not None
         parts = [train, test or validation or train, *([] if validation is None else [validation])]

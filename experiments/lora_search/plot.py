@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import mean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -26,10 +27,9 @@ def draw(result: Mapping[str, Any]) -> Figure:
             _trials(axes, result["all"], "all weights", _ALL, {"batch_size": batch})
             axes.set(title=f"batches of {batch}, after a third of an epoch", ylabel="validation loss")
     for own in result.get("optimizers", ()):
-        rates = [each["rate"] for each in own["rates"]]
-        color = _OF_OPTIMIZERS[own["optimizer"]]
-        panels[-1].plot(rates, [sum(each["losses"]) / len(each["losses"]) for each in own["rates"]], "o-", color=color,
-                        label=own["optimizer"])  # fmt: skip
+        rates, means = [each["rate"] for each in own["rates"]], [mean(each["losses"]) for each in own["rates"]]
+        panels[-1].plot(rates, means, "o-", color=_OF_OPTIMIZERS[own["optimizer"]], label=own["optimizer"])
+        panels[-1].set(ylim=(0.99 * min(means), 1.1 * min(means)))  # those that diverge are beyond
     panels[-1].set(title="rank 8, batches of 16, after an epoch", ylabel="test loss, mean of seeds")
     for axes in panels:
         axes.set(xscale="log", xlabel="learning rate")

@@ -11,7 +11,6 @@ import argparse
 import copy
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -121,19 +120,11 @@ def _searched(study: Study, task: Sequence[str], base: Path, prose: Path) -> dic
         again = [f"{key}={value}" for key, value in best.items()]
         found[kind] = {
             "trials": [{key: each[key] for key in ("params", "values", "state")} for each in record["trials"]],
-            "best": best, "test_loss": record["best"]["test_loss"], "packs": _packs(record["notes"]),
+            "best": best, "test_loss": record["best"]["test_loss"],
             "seeds": _by_seed(study, [*task, *([lora] if own else []), *again]),
         }  # fmt: skip
     found["loaded"] = _loaded(study, base, folders["adapters"], prose)
     return found
-
-
-def _packs(notes: Sequence[str]) -> dict[str, int]:
-    """The most trials side by side of each batch size, as a search has said."""
-    found = (
-        re.match(r"Trials of .* with batches of (\d+) run (?:in packs of (\d+)|one at a time)", own) for own in notes
-    )
-    return {own[1]: int(own[2] or 1) for own in found if own is not None}
 
 
 def _by_seed(study: Study, words: Sequence[str]) -> list[float]:
@@ -206,23 +197,18 @@ def search_text(result: Result) -> str:
     """What adapting came to, and whether PEFT agrees."""
     if "loaded" not in result:
         return ""
-    rows = [["the base as it is", NONE, NONE, NONE, f"{result['loaded']['base']:.4f}", NONE, "1"]]
+    rows = [["the base as it is", NONE, NONE, f"{result['loaded']['base']:.4f}", NONE, "1"]]
     for kind, what in (("adapters", "adapters"), ("all", "all weights")):
         own = result[kind]
         trials = len(own["trials"])
         best = ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {value:g}" for key, value in own["best"].items())
-        packs = ", ".join(f"{size} of batches of {batch}" for batch, size in sorted(own["packs"].items(), key=_first))
-        rows.append([what, str(trials), packs, best, f"{own['test_loss']:.4f}", str(estimate(own["seeds"])),
+        rows.append([what, str(trials), best, f"{own['test_loss']:.4f}", str(estimate(own["seeds"])),
                      str(len(own["seeds"]))])  # fmt: skip
-    head = ("", "trials", "side by side, at most", "best", "its test loss", "test loss of that setting by seeds", "n")
+    head = ("", "trials", "best", "its test loss", "test loss of that setting by seeds", "n")
     loaded = [[each["adapter"], f"{each['test_loss']:.4f}", f"{each['difference']:.1e}"]
               for each in result["loaded"]["adapters"]]  # fmt: skip
     peft = markdown_table(("loaded by PEFT", "test loss", "furthest logit from crossbow_py's"), loaded)
     return f"{markdown_table(head, rows)}\n\n{peft}"
-
-
-def _first(pair: tuple[str, int]) -> int:
-    return int(pair[0])
 
 
 def optimizers_text(result: Result) -> str:
