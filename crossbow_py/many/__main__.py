@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from crossbow_py.cli.command_line import run
@@ -21,7 +22,7 @@ from crossbow_py.telemetry.console import CONSOLE_LOG
 from crossbow_py.telemetry.records import CONFIG_FILE, write_atomically
 from crossbow_py.telemetry.screen import Screen
 from crossbow_py.train.checkpoints.checkpoint import holds_run
-from crossbow_py.train.config import config_to_mapping
+from crossbow_py.train.config import config_to_mapping, first_model
 from crossbow_py.train.evaluation.metrics import metrics_of
 from crossbow_py.train.run_settings import JobSettings
 
@@ -38,7 +39,7 @@ def train(config: ManyConfig) -> int:
         source = config.data.load(progress=sys.stderr.isatty())
         shared = {each.name: getattr(config, each.name) for each in fields(JobSettings)}
         arguments = ManyArguments(
-            model=lambda: config.model.make(source.input_shape, source.num_classes or 0),
+            model=partial(first_model, config.model, source.input_shape, source.num_classes, config.init_from),
             train_data=source.train,
             test_data=source.test,
             validation_data=source.validation,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from torch import nn
-
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.files import given_path
@@ -16,7 +14,7 @@ from crossbow_py.core.settings import dotted, setting, shown, written
 from crossbow_py.data.sources import DataSource
 from crossbow_py.many.members import Member, folds
 from crossbow_py.telemetry.loggers.chosen import TENSORBOARD
-from crossbow_py.train.config import TrainConfig, config_to_mapping, with_values
+from crossbow_py.train.config import TrainConfig, config_to_mapping, first_model, with_values
 
 _OWN = ("model", "optimizer", "schedule", "batch_size", "max_epochs", "label_smoothing", "data")
 _OF_DATA = ("crop_padding", "flip", "random_erasing")
@@ -54,7 +52,7 @@ class ManyConfig(TrainConfig):
     UNUSED: ClassVar[Sequence[str]] = (
         "num_learners", "max_learners", "averaging", "auto_tuner", "accumulate", "compile_model", "on_nonfinite",
         "count_effective_samples", "class_weights", "learning_statistics", "resume", "max_evaluation_batches",
-        "init_from", "trace", "profile", "distributed", "max_samples", "max_time_s", "target_accuracy", "target_loss",
+        "trace", "profile", "distributed", "max_samples", "max_time_s", "target_accuracy", "target_loss",
         "checkpoint_every_epochs", "keep_checkpoints", "listeners",
     )  # fmt: skip
     MEANINGS: ClassVar[Mapping[str, str]] = {
@@ -79,7 +77,7 @@ class ManyConfig(TrainConfig):
             self._changed(variant)
         if set(self.logger) - {TENSORBOARD}:
             raise UserError(f"logger of members is [tensorboard] or [], got {shown([*self.logger])}; leave others out.")
-        changed = {"class_weights": None, "accumulate": 1, "count_effective_samples": False, "init_from": None}
+        changed = {"class_weights": None, "accumulate": 1, "count_effective_samples": False}
         for key, usual in changed.items():  # which change what is learned: no recipe may have them unnoticed
             if getattr(self, key) != usual:
                 raise UserError(f"{key} is for a run, got {written(getattr(self, key))}; set {key}={written(usual)}.")
@@ -120,6 +118,7 @@ class ManyConfig(TrainConfig):
         found = []
         for variant in self.variants():
             config = self._changed(variant)
+            make_model = partial(first_model, config.model, source.input_shape, source.num_classes, config.init_from)
             group = str(variant["name"]) if "name" in variant else _named(variant)
             for number, split in enumerate(splits):
                 for seed in range(self.seeds):
@@ -131,7 +130,7 @@ class ManyConfig(TrainConfig):
                             name=", ".join(parts),
                             group=group or None,
                             seed=self.seed + seed,
-                            model=partial(_make, config.model, source.input_shape, source.num_classes),
+                            model=make_model,
                             optimizer=config.optimizer,
                             schedule=config.schedule,
                             batch_size=config.batch_size,
@@ -152,11 +151,6 @@ def without_unused(words: list[str]) -> list[str]:
             remedy = "the same output_dir goes on" if key == "resume" else "leave it out"
             raise UserError(f"{key} means nothing to members, which are not averaged and end by themselves; {remedy}.")
     return words
-
-
-def _make(model: Any, input_shape: tuple[int, ...], num_classes: int | None) -> nn.Module:
-    module: nn.Module = model.make(input_shape, num_classes or 0)
-    return module
 
 
 def _named(variant: Mapping[str, Any]) -> str:

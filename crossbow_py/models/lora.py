@@ -23,6 +23,7 @@ from crossbow_py.models.frozen import frozen
 SCALE = "adapter_scale"  # the buffer that holds α/r: PEFT would save a name with "lora_" in it
 SAVE_MERGED = "save_merged"  # the attribute of a model that is to be saved with adapters merged into its base, too
 _OF_PEFT = "base_model.model."  # before the names of the base's parameters
+_KEPT, _TRAINED = ".original_module.", ".modules_to_save.default."  # in names of a layer that is trained whole
 _MOST_NAMED = 8
 
 
@@ -191,7 +192,18 @@ def _padded(model: nn.Module, ranks: Mapping[str, int], configs: Any) -> nn.Modu
 
 
 def _is_learned(name: str) -> bool:
-    return ".lora_" in name or ".modules_to_save." in name
+    return is_part_of_adapter(name) or ".modules_to_save." in name
+
+
+def is_part_of_adapter(name: str) -> bool:
+    """Return whether a module or parameter of this name is part of an adapter."""
+    return ".lora_" in name
+
+
+def replaced_names(names: Iterable[str]) -> set[str]:
+    """Return the names of parameters of layers that PEFT has kept as they were, and trains a copy of in their place."""
+    every = set(names)
+    return {name for name in every if _KEPT in name and name.replace(_KEPT, _TRAINED) in every}
 
 
 def names_in_base(names: Iterable[str]) -> dict[str, str]:
@@ -202,9 +214,9 @@ def names_in_base(names: Iterable[str]) -> dict[str, str]:
     found = {}
     every = list(names)
     for name in every if any(name.startswith(_OF_PEFT) for name in every) else ():
-        if ".lora_" not in name and not name.endswith(SCALE):
+        if not is_part_of_adapter(name) and not name.endswith(SCALE):
             own = name.removeprefix(_OF_PEFT)
-            for part in (".base_layer.", ".original_module.", ".modules_to_save.default."):
+            for part in (".base_layer.", _KEPT, _TRAINED):
                 own = own.replace(part, ".")
             found[name] = own
     return found

@@ -19,7 +19,7 @@ from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.mixing import Mixing
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.bank.frozen_base import frozen_parameters, frozen_values
+from crossbow_py.engine.bank.frozen_base import frozen_values, read_parameters
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.bank.saved import saved_base
 from crossbow_py.engine.executors import EXECUTORS, Executor
@@ -201,7 +201,7 @@ class Pack:
                 "the model's frozen parameters are not those that it was trained over; load the same file, or begin "
                 "anew in another folder."
             )
-        shared = frozen_parameters(self.template)
+        shared = read_parameters(self.template)
         for name, own in saved_base(row, 0).items():
             if name in shared and not torch.equal(own.to(shared[name]).nan_to_num(), shared[name].nan_to_num()):
                 raise UserError(

@@ -258,6 +258,7 @@ class TrialRegistry:
             template = self._template(settings, model.to(self.choices.device), feed)
             find_only_read(template, self.choices.precision, feed.first_samples(min(2, settings.batch_size)))
             self.hold_once(template)
+            is_apart = not shares_base
             shares_base = shares_base and (only_reads(template) or not frozen_parameters(template))
             num_outputs = self._num_mixed(settings, template, feed)
             trials = CompatibleTrials(
@@ -278,6 +279,9 @@ class TrialRegistry:
         count = sum(map(torch.numel, frozen_parameters(template).values()))
         if count and shares_base:
             notes = [*notes, f"{count:,} frozen values are held once for all trials of a pack."]
+        if count and is_apart:
+            remedy = "load them from a file, or draw them by a seed of their own"
+            notes = [*notes, f"{count:,} frozen values differ from trial to trial, and each holds its own; {remedy}."]
         for note in (*notes, width.sentence):
             self._announce(note)
         return Kind(template, width, num_outputs, shares_base)

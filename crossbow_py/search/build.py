@@ -18,6 +18,7 @@ from torch import nn
 from crossbow_py.cli.config_files import write_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import versions
+from crossbow_py.core.plain_values import without
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.core.targets import import_target, shown_target
 from crossbow_py.data.augmentation import Augmentation
@@ -56,12 +57,15 @@ from crossbow_py.telemetry.records import BEST_FOLDER, read_json
 from crossbow_py.train.build import count_classes, new_feed
 from crossbow_py.train.checkpoints.weights import MODEL_FILE
 from crossbow_py.train.checks.losses import loss_on, remarks_on_targets, target_statistics
-from crossbow_py.train.config import TrainConfig, config_to_mapping
+from crossbow_py.train.config import TrainConfig, config_to_mapping, first_model
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics, metrics_of
 from crossbow_py.train.ladder.ladder import check_trusted, try_once
 from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_folder.recorded_config import train_command
 from crossbow_py.train.run_settings import RunSettings, choose
+
+# Keys of a model that trials of one pack need not have in common.
+_OF_A_ROW = frozenset({"dropout", "lora.dropout", "lora.alpha"})
 
 
 class SearchRun:
@@ -158,18 +162,14 @@ class SearchRun:
         return dataclasses.replace(found, wider=tuple(self._settings(trial, each) for each in wider))
 
     def _settings(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
-        own = self._trial_config(trial, params)
-        model = {name: value for name, value in to_mapping(own.model).items() if name != "dropout"}
-
-        def make_model() -> nn.Module:
-            module: nn.Module = own.model.make(self.source.input_shape, self.source.num_classes or 0)
-            return module
-
+        own, source = self._trial_config(trial, params), self.source
+        make_model = partial(first_model, own.model, source.input_shape, source.num_classes, own.init_from)
+        model = without(to_mapping(own.model), _OF_A_ROW)
         return TrialSettings(
             seed=own.seed,
-            make_model=make_model if self._targets is None else standardizing(
-                make_model, *self._targets, asked=self._standardizes is True
-            ),
+            make_model=make_model
+            if self._targets is None
+            else standardizing(make_model, *self._targets, asked=self._standardizes is True),
             model_key=json.dumps([own.model.NAME, model], sort_keys=True, default=str),
             batch_size=own.batch_size,
             optimizer=own.optimizer,
@@ -453,5 +453,5 @@ def _name(model: Any, params: Mapping[str, Any]) -> str:
     """Return what a trial's model is called in messages, with the parameters that are searched of it."""
     name = shown_target(model.target) if isinstance(model, CustomModel) else model.NAME
     own = {key.removeprefix("model."): value for key, value in params.items() if key.startswith("model.")}
-    given = ", ".join(f"{key.removeprefix('args.')}={value}" for key, value in own.items() if key != "dropout")
+    given = ", ".join(f"{key.removeprefix('args.')}={value}" for key, value in own.items() if key not in _OF_A_ROW)
     return f"{name}({given})" if given else name

@@ -165,7 +165,8 @@ class Search:
             if data is not None or what == "data set":
                 check_data(data, f"the {what}")
         self._kept: list[Given] = []
-        asked = False if standardize_targets == "auto" and optimizer is not None else standardize_targets
+        given = standardize_targets == "auto" and (optimizer is not None or settings.get("init_from") is not None)
+        asked = False if given else standardize_targets
         self._standardizes = asked if train is not None and standardizes(asked, train, loss) else False
         self._make, self._has_test = model, test is not None or validation is not None
         parts = [train, test or validation or train, *([] if validation is None else [validation])]
@@ -181,7 +182,7 @@ class Search:
             metric=metric or ("accuracy" if takes_classes(self.loss) else "loss"),
             output_dir=None if output_dir is None else str(output_dir),
             resume=None if output_dir is None else "auto",
-            **{"experiment": "search", **settings},
+            **{"experiment": "search", **_with_paths_as_text(settings)},
         )
         smooths = self.config.label_smoothing or "label_smoothing" in self.config.space
         if smooths and loss_on(torch.device("cpu"), self.loss) is not nn.functional.cross_entropy:
@@ -252,6 +253,10 @@ def _check_space(model: Callable[..., nn.Module], space: Mapping[str, Any]) -> N
         name = key.removeprefix(_MODEL)
         if key.startswith(_MODEL) and name not in known and not takes_all:
             raise UserError(f"space: {key} is no argument of the model{suggestion(name, known)}")
+
+
+def _with_paths_as_text(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
 
 
 def _as_keys(key: str, entry: Any) -> tuple[str, Any]:

@@ -24,6 +24,7 @@ _PLAIN = "numbers, text, true, false or null"
 _OFF_STEP = 1e-8  # of a step: samplers multiply in floats
 _DIGITS = 12  # of a grid point, so that 0.1 + 2 · 0.1 is 0.3
 
+_NEAR = math.sqrt(2)  # a factor between sizes of models, of which the smaller is padded
 _LONGEST_SHOWN = 80
 _EXAMPLE = "for example optimizer.learning_rate: {low: 0.001, high: 0.1, log: true}"
 
@@ -84,9 +85,13 @@ class Space:
         return {key: own[key].meant(value) if key in own else value for key, value in params.items()}
 
     def wider(self, params: Mapping[str, Value], prefix: str) -> list[dict[str, Value]]:
-        """Return parameters in which those that begin with `prefix` have their `wider` values: all, then each alone."""
+        """Return parameters in which those that begin with `prefix` have their `wider` values: all, then each alone.
+
+        For ranks of adapters, which are small beside their base, that is the greatest.
+        """
         own = {each.key: each for each in self.parameters if each.key.startswith(prefix)}
-        raised = {key: own[key].wider(value) for key, value in params.items() if key in own}
+        near = {f"{prefix}lora.rank": math.inf}
+        raised = {key: own[key].wider(value, near.get(key, _NEAR)) for key, value in params.items() if key in own}
         raised = {key: value for key, value in raised.items() if value != params[key]}
         found = [{**params, **raised}] if raised else []
         return found + ([{**params, key: value} for key, value in raised.items()] if len(raised) > 1 else [])
@@ -321,11 +326,11 @@ class Parameter:
         """Return what a configuration is given for a value: the list that a text stands for, else the value itself."""
         return json.loads(value) if isinstance(value, str) and value in self.lists else value
 
-    def wider(self, value: Value) -> Value:
-        """Return a value from `value` to less than √2 times it: the same for all values that are near each other.
+    def wider(self, value: Value, near: float = _NEAR) -> Value:
+        """Return a value from `value` to less than `near` times it: the same for all values that are near each other.
 
-        They are the greatest value, the greatest below it by √2, and so on. What is no whole number is returned as it
-        is, and so is a choice among others than whole numbers.
+        They are the greatest value, the greatest below it by `near`, and so on. What is no whole number is returned as
+        it is, and so is a choice among others than whole numbers.
         """
         if type(value) is not int or any(type(each) is not int for each in self.choices or ()):
             return value
@@ -337,8 +342,8 @@ class Parameter:
             return low + (math.floor(limit) - low) // step * step
 
         found = greatest(max(each for each in self.ends() if isinstance(each, int)))
-        while found / math.sqrt(2) >= value:
-            found = greatest(found / math.sqrt(2))
+        while found / near >= value:
+            found = greatest(found / near)
         return found
 
     def ends(self) -> tuple[Value, ...]:

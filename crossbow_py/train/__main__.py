@@ -104,6 +104,7 @@ def build_trainer(
         tensorboard=TENSORBOARD in config.logger,
         notes=[*([folder.note] if folder and folder.note else []), *source.notes],
         experiment=config.experiment,
+        init_from=config.init_from,
         names={"model": getattr(config.model, "target", config.model.NAME), "data": source.name},
         ranks=ranks,
     )

@@ -33,7 +33,7 @@ from crossbow_py.data.mixing import Mixing, check_mixable
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.bank.average_ema import AverageEMA
-from crossbow_py.engine.bank.frozen_base import frozen_parameters, only_reads
+from crossbow_py.engine.bank.frozen_base import only_reads, read_parameters
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, candidates
 from crossbow_py.engine.goodput import NoiseScale
@@ -300,7 +300,7 @@ class RunBuilder:
 
     def _shares_base(self, template: nn.Module) -> bool:
         """Return whether all learners have the same frozen parameters: independent ones may begin with others."""
-        frozen = frozen_parameters(template)
+        frozen = read_parameters(template)
         if self.rule.has_central_model or self.settings.num_learners == 1 or not frozen:
             return True
         if not only_reads(template):

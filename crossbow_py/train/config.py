@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import nn
+
 from crossbow_py.averaging import RULES
 from crossbow_py.cli.configuration import Registry, from_plain, group, group_options, read_option, to_plain
 from crossbow_py.core.errors import UserError
@@ -16,7 +18,9 @@ from crossbow_py.core.settings import setting, suggestion
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
+from crossbow_py.models.base import ModelSettings
 from crossbow_py.telemetry.loggers.chosen import TENSORBOARD, LoggerName, check_loggers
+from crossbow_py.train.checkpoints.weights import load_weights
 from crossbow_py.train.run_settings import JobOptions, JobSettings, RunOptions, RunSettings, StopConditions
 from crossbow_py.train.schedules import SCHEDULES
 
@@ -55,7 +59,7 @@ class JobConfig(JobOptions, JobSettings):
     LAID_OVER: ClassVar[Mapping[str, Callable[[Any, str, Any], Any]]] = {}
     TAKES_RECIPES: ClassVar[bool] = True
     NEEDS_FOLDER: ClassVar[bool] = True
-    PATHS: ClassVar[Sequence[str]] = ("resume", "output_dir")
+    PATHS: ClassVar[Sequence[str]] = ("resume", "output_dir", "init_from")
 
     checkpoint_every_s: float | None = setting(None, "seconds between checkpoints; null for none", above=0)
     metrics: dict[str, Any] = setting(
@@ -86,7 +90,6 @@ class TrainConfig(JobConfig, RunOptions, RunSettings, StopConditions):
     CONF: ClassVar[str] = "train"
     USAGE: ClassVar[str] = _USAGE
     GROUPS: ClassVar[Mapping[str, Registry]] = {**JobConfig.GROUPS, "averaging": RULES}
-    PATHS: ClassVar[Sequence[str]] = (*JobConfig.PATHS, "init_from")
 
     max_epochs: float | None = setting(10.0, "stop after this many passes over the training set", above=0)
     listeners: tuple[str, ...] = setting(
@@ -117,6 +120,19 @@ def config_from_mapping(plain: Mapping[str, Any], file: Path | None = None) -> T
 def config_to_mapping(config: JobConfig) -> dict[str, Any]:
     """Return the plain values of a configuration, with every default: the inverse of `config_from_mapping`."""
     return to_plain(config)
+
+
+def first_model(
+    model: ModelSettings, input_shape: tuple[int, ...], num_classes: int | None, init_from: str | Path | None
+) -> nn.Module:  # fmt: skip
+    """Make a model with the weights that training begins with, those of the file `init_from` if there is one.
+
+    Raises UserError.
+    """
+    module = model.make(input_shape, num_classes or 0)
+    if init_from is not None:
+        load_weights(module, given_path("init_from", init_from))
+    return module
 
 
 def with_values(

@@ -160,6 +160,7 @@ class JobOptions:
         None, "null, auto (newest valid checkpoint) or the path of a run or checkpoint folder"
     )
     output_dir: str | Path | None = setting(None, "the run's folder; null is runs/<experiment>/<time>")
+    init_from: str | Path | None = setting(None, "safetensors file with the initial weights (fine-tuning)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +168,6 @@ class RunOptions:
     """The keys of a run that do not decide how learners learn."""
 
     max_evaluation_batches: int | None = setting(None, "the most batches to evaluate on; null is all", minimum=1)
-    init_from: str | Path | None = setting(None, "safetensors file with the initial weights (fine-tuning)")
     trace: bool = setting(
         False, "write a timeline of tasks to trace.json in the run's folder (open it in ui.perfetto.dev)"
     )

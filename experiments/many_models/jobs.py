@@ -28,8 +28,10 @@ from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.models import MODELS
 from crossbow_py.packs import padding
 from experiments.bench.machine import usable_cores
+from experiments.many_models.tokens import IN_TURNS
 
 SIDES = ("many", "packs by width", "plain loop", "a process a core")
+_FEW = 4
 WIDTHS = {"widths": (64, 56, 48), "far widths": (64, 48, 32)}  # in one pack 0.80 and 0.64 of its values are used
 Pair = tuple[Tensor, Tensor]
 Figure = tuple[float, float]  # the mean test loss of the models, and images/s of training if the side tells
@@ -106,12 +108,14 @@ def probe(inputs: int = 3, outputs: int = 10) -> nn.Module:
 
 
 def on_a_frozen_base(name: str, scale: int, draw: torch.Generator) -> Task:
-    """16 models that differ in their seeds, on the same batches."""
-    if name == "adapters":
-        tokens = torch.randint(5, 30_000, (240 // scale, 32), generator=draw)
+    """16 models that differ in their seeds, on the same batches; of `adapters BxT` fewer, the larger they are."""
+    if name.startswith("adapters"):
+        batch, length = map(int, (name.removeprefix("adapters").strip() or "2x32").split("x"))
+        count = batch * max(8, min(48, 4096 // (batch * length))) if name != "adapters" else 240
+        tokens = torch.randint(5, 30_000, (max(batch, count // scale), length), generator=draw)
         texts = tokens, (tokens[:, 0] > 15_000).long()
-        few = tokens[:64], texts[1][:64]
-        return Task(Texts, texts, few, [np.arange(len(tokens))] * 16, nn.CrossEntropyLoss(), 2, 1, 1e-3, adamw=True)
+        test, whole = (tokens[:64], texts[1][:64]), [np.arange(len(tokens))] * 16
+        return Task(Texts, texts, test, whole, nn.CrossEntropyLoss(), batch, 1, 1e-3, adamw=True)
     images = torch.randn(1600 // scale, 3, 32, 32, generator=draw)
     data = images, torch.randint(0, 10, (len(images),), generator=draw)
     few = images[:64], data[1][:64]
@@ -158,7 +162,7 @@ def task_of(name: str, quick: bool) -> Task:
         if name.startswith("GRU "):
             return replace(like, makes=[partial(SeriesModel, width // 2) for width in widths])
         return replace(like, makes=[partial(mlp, 20, (width, width), 2) for width in widths])
-    if name in ("adapters", "probes"):
+    if name.startswith("adapters") or name == "probes":
         return on_a_frozen_base(name, scale, draw)
     shared = task_of("halves", quick)
     everything = np.arange(len(shared.data[1]))
@@ -241,10 +245,31 @@ def a_process_a_core(name: str, quick: bool, count: int) -> Figure:
         return _summed(list(pool.map(partial(_of_process, name, quick), range(count))), usable_cores())
 
 
+def in_turns(name: str, quick: bool, turns: int) -> dict[str, list[float]]:
+    """Samples a second of training, turn by turn: all models side by side, and by the loop on one thread and on all.
+
+    The first call, which measures packs, is left out. Of the loop a few models tell as much as all.
+    """
+    task = task_of(name, quick)
+    few = replace(task, subsets=task.subsets[:_FEW])
+    rates: dict[str, list[float]] = {"many": [], "1": [], str(usable_cores()): []}
+    many(task)
+    for _ in range(turns):
+        torch.set_num_threads(usable_cores())
+        rates["many"].append(many(task)[1])
+        for threads in {1, usable_cores()}:
+            torch.set_num_threads(threads)
+            rates[str(threads)].append(plain_loop(few)[1])
+    return rates
+
+
 def main(name: str, side: str, *rest: str) -> None:
     quick, threads = "--quick" in rest, next((int(own) for own in rest if own.isdigit()), usable_cores())
     torch.set_num_threads(threads)
     keep_freed_memory()
+    if side == IN_TURNS:
+        print(json.dumps(in_turns(name, quick, threads)))
+        return
     task = task_of(name, quick)
     begun = time.perf_counter()
     if side in ("many", "packs by width"):

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, w
 
 from experiments.bench.machine import ROOT
 from experiments.bench.program import count, measure_and_write, measuring_parser
+from experiments.many_models import tokens
 from experiments.tables.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]
@@ -143,6 +144,7 @@ def result_text(result: Result) -> str:
 
 
 TABLES = {"all": result_text}
+TABLES_OF_KIND = {tokens.KIND: {"all": tokens.result_text}}
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -22,6 +22,8 @@ from crossbow_py.data.sources.digits import Digits
 from crossbow_py.many.__main__ import main
 from crossbow_py.many.config import ManyConfig
 from crossbow_py.models import MLP
+from crossbow_py.telemetry.records import read_summary
+from crossbow_py.train.__main__ import main as train
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 STUDY = [
@@ -35,6 +37,18 @@ def weights(folder: str) -> dict[str, dict[str, list[float]]]:
         path.name: {name: value.flatten().tolist() for name, value in load_file(path).items()}
         for path in Path(folder, "members").glob("*.safetensors")
     }
+
+
+@pytest.mark.slow
+def test_members_begin_with_the_weights_of_a_file() -> None:
+    """At a rate of 0 adapters add nothing to what they begin with: the base."""
+    words = ["+experiment=digits", "executor=serial", "device=cpu", "precision=fp32"]
+    assert train([*words, "num_learners=1", "max_epochs=1", "output_dir=base"]) == 0
+    lora = ["init_from=base/model.safetensors", "model.lora={rank: 2, targets: ['1']}", "optimizer.learning_rate=0"]
+    assert main([*words, *lora, "seeds=2", "max_epochs=0.1", "output_dir=study"]) == 0
+    base = read_summary(Path("base"))["test_loss"]
+    found = json.loads(Path("study/results.json").read_text())["members"]
+    assert [each["test_loss"] for each in found] == pytest.approx([base, base], rel=1e-4)
 
 
 def test_study_of_folds_seeds_and_settings_leaves_its_table_and_files(capsys: pytest.CaptureFixture[str]) -> None:

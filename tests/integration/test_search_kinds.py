@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from crossbow_py import load_models
 from crossbow_py.search.__main__ import main
+from crossbow_py.train.__main__ import main as train
 from tests.searches import (
     DIGITS,
     report,
@@ -101,3 +105,21 @@ def test_dropout_in_the_space_is_each_trials_own() -> None:
     assert main([*GRID, *ALONE, *options, rates, "space.seed=[5]", "output_dir=alone"]) == 0
     alone = {trial["params"]["model.dropout"]: trial["value"] for trial in report("alone")["trials"]}
     assert packed == {rate: pytest.approx(value, rel=1e-3) for rate, value in alone.items()}
+
+
+@pytest.mark.slow
+def test_adapters_of_other_ranks_and_scales_share_packs_over_the_base_of_a_file() -> None:
+    """Else each scale is a pack of its own, and what is adapted is drawn by each trial's seed."""
+    words = [*MLP, "data.validation_fraction=0.2", "device=cpu", "precision=fp32", "executor=fused"]
+    assert train([*words, "num_learners=1", "executor=serial", "max_epochs=2", "output_dir=base"]) == 0
+    lora = ["init_from=base/model.safetensors", "model.lora={targets: ['1', '3']}", "optimizer=adamw"]
+    space = ["space.model.lora.rank=[1, 4]", "space.model.lora.alpha={low: 4.0, high: 32.0}"]
+    search = ["metric=loss", "method=none", "num_trials=4", "max_epochs=1", "max_pack_size=4", "output_dir=search"]
+    assert main([*words, *lora, *space, *search]) == 0
+    said = "\n".join(report()["notes"])
+    assert said.count("Trials of mlp(lora.rank=4) ") == 1 and said.count("padded with zeros") == 1
+    assert len({trial["params"]["model.lora.rank"] for trial in trials()}) == 2
+    base = load_file("base/model.safetensors")
+    best = load_models("search")[0].state_dict()
+    assert all(torch.equal(best[f"base_model.model.{n}.base_layer.weight"], base[f"{n}.weight"]) for n in (1, 3))
+    assert trained_by_command()["validation_loss"] == pytest.approx(report()["best"]["value"], rel=1e-4)

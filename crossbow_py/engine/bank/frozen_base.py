@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
+from crossbow_py.models.lora import replaced_names
 
 _Key = tuple[Precision, torch.device, bool]
 # The templates whose passes only read frozen parameters, and the bases that their banks share.
@@ -39,6 +40,7 @@ class FrozenBase:
         full, self._master = full_precision_parameters(template), dict[str, Tensor]()  # [1 or rows, *shape]
         self._of_passes: dict[str, Tensor] = {}  # the same tensors, or in compute precision
         adopts = self.is_shared and only_reads(template)
+        self._compared = read_parameters(template).keys()
         for name, own in frozen_parameters(template).items():
             # What is in the format of passes stays in it, as a base that was loaded in bfloat16; whole numbers do, too.
             stays = not own.is_floating_point() or (own.dtype == precision.compute and name not in full)
@@ -89,12 +91,13 @@ class FrozenBase:
     def load(self, learner: int, values: Mapping[str, Tensor]) -> None:
         """Copy values by name to a learner's row. Raises ValueError if all share one that has other values.
 
-        Of names without a value, the learner has those that all share.
+        Of names without a value, and of what no pass reads, the learner has those that all share.
         """
         if not self.is_shared:
             self._write(learner, values)
             return
-        for name, own in ((name, own) for name, own in self.master(0).items() if name in values):
+        shared = self.master(0)
+        for name, own in ((name, shared[name]) for name in self._compared if name in values):
             given = values[name].detach().to(own)
             if given.data_ptr() != own.data_ptr() and not torch.equal(given.nan_to_num(), own.nan_to_num()):
                 raise ValueError(f"the frozen parameter {name} has other values than that of the other learners")
@@ -179,9 +182,18 @@ def frozen_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: own for name, own in module.named_parameters() if not own.requires_grad}
 
 
+def read_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the frozen parameters that passes read: not those of a layer in whose place PEFT trains a copy.
+
+    These may be a new head's first values, which differ from seed to seed.
+    """
+    replaced = replaced_names(name for name, _ in module.named_parameters())
+    return {name: own for name, own in frozen_parameters(module).items() if name not in replaced}
+
+
 def frozen_values(model: nn.Module) -> str | None:
-    """Return a text that is equal for models whose frozen parameters are equal; None for a model without any."""
-    found = frozen_parameters(model)
+    """Return a text that is equal for models whose `read_parameters` are equal; None for a model without any."""
+    found = read_parameters(model)
     return values_digest(found) if found else None
 
 

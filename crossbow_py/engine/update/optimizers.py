@@ -26,6 +26,7 @@ from crossbow_py.engine.bank.row_optimizer import RowOptimizer
 from crossbow_py.engine.update.groups import ParameterGroup, as_groups, freeze, group_numbers
 from crossbow_py.engine.update.newton_schulz import orthogonalize
 from crossbow_py.engine.update.torch_target import Facts, facts, made, path_of
+from crossbow_py.models.lora import is_part_of_adapter
 
 
 @dataclass(frozen=True)
@@ -320,8 +321,9 @@ class Muon(Optimizer):
 
     Matrices are weights of layers between the first and the last. Layers are linear, convolutional, attention's and
     embeddings, in the order in which the model lists them, so that of a transformer its embedding is the first. A
-    weight is a matrix of its outputs by the rest of its sizes, one for queries, keys and values is three. NS is
-    Newton–Schulz, see `newton_schulz.py`; with G = U·S·Vᵀ, NS(G) is about U·Vᵀ::
+    weight is a matrix of its outputs by the rest of its sizes, one for queries, keys and values is three. Both matrices
+    of a LoRA adapter are taken, wherever it is. NS is Newton–Schulz, see `newton_schulz.py`; with G = U·S·Vᵀ, NS(G) is
+    about U·Vᵀ::
 
         u ← m·u + g
         o ← s · NS(g + m·u)  or, without Nesterov's form,  s · NS(u)
@@ -366,12 +368,13 @@ class Muon(Optimizer):
         return self.STATE if self.other_optimizer == "sgd" else (*self.STATE, "exp_avg_sq")
 
     def matrices(self, module: nn.Module) -> tuple[str, ...]:
-        layers = [own for each in module.modules() for own in _weights_of(each)]
-        left_out = {id(own) for own in (*layers[:1], *layers[-1:])}
+        layers = [(name, own) for name, each in module.named_modules() for own in _weights_of(each)]
+        of_model = [own for name, own in layers if not is_part_of_adapter(name)]
+        left_out = {id(own) for own in (*of_model[:1], *of_model[-1:])}
         for each in module.modules():
             if isinstance(each, nn.Embedding | nn.EmbeddingBag) or getattr(each, "groups", 1) != 1:
                 left_out |= {id(own) for own in each.parameters(recurse=False)}
-        taken = {id(own) for own in layers if own.requires_grad} - left_out
+        taken = {id(own) for _, own in layers if own.requires_grad} - left_out
         found = tuple(name for name, own in module.named_parameters() if id(own) in taken)
         if not found:
             rule = "optimizer=muon needs linear or convolutional layers between the model's first and last one"

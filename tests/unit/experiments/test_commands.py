@@ -42,7 +42,9 @@ SHORT: Mapping[str, str] = {
     "loader/decoders": "--size 16 --images 2 --seconds 0.01",
     "loader/run": "--size 16 --resize 20 --seconds 0.05",
     "muon_cost/run": "--repetitions 1 --rounds 2 --batch-size 4",
+    "lora_search/run": "--quick --seeds 1",
     "many_models/run": "--quick --tasks tabular --repetitions 1",
+    "many_models/tokens": "--quick --steps 1x8 --turns 1",
     "memory/run": "--models mlp --num-learners 1 --batch-size 4 --device cpu",
     **{
         f"model_batch/run {figure}": "--quick --device cpu --max-foreign-share 9"
@@ -74,7 +76,8 @@ LONG = {
     "grids", "throughput/run", "throughput/suite", "model_batch/run",
     "workers/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
     "ranks/search", "checkpoint/run",
-    "averaged_gradients/run", "defaults/run", "one_base/run", "memory/run", "many_models/run", "before_and_now/run",
+    "averaged_gradients/run", "defaults/run", "one_base/run", "memory/run", "many_models/run", "many_models/tokens",
+    "before_and_now/run", "lora_search/run",
 }  # fmt: skip
 # Programs of results that pages show with the command of then: what does it now, if anything.
 FORMER = {

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -18,7 +20,7 @@ from peft.helpers import rescale_adapter_scale
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from crossbow_py import SGD, LoRA, Member, Trainer, UserError, train_many
+from crossbow_py import SGD, LoRA, Member, Muon, Trainer, UserError, train_many
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.models import MLP
@@ -44,11 +46,18 @@ def adapted(**options: Any) -> LoRA:
     return LoRA(base, **{"targets": TARGETS, "trained": HEAD, **options})
 
 
-def by_peft(seed: int, rounds: int, rate: float, rank: int, alpha: int) -> dict[str, Tensor]:
+def with_new_head() -> nn.Module:
+    """The same network, and a head that is drawn by the seed at hand."""
+    return nn.Sequential(*base()[:4], nn.Linear(8, 3))
+
+
+def by_peft(
+    seed: int, rounds: int, rate: float, rank: int, alpha: int, make: Callable[[], nn.Module] = base
+) -> dict[str, Tensor]:  # fmt: skip
     """What a plain loop over PEFT's model gives in float64, with all samples in each batch."""
     torch.manual_seed(seed)
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=[*TARGETS], modules_to_save=[*HEAD])
-    model = peft.get_peft_model(base(), config).double()
+    model = peft.get_peft_model(make(), config).double()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], rate, momentum=0.9)
     inputs, labels = data_of()
     for _ in range(rounds):
@@ -78,6 +87,82 @@ def test_adapters_of_other_ranks_and_scales_learn_in_one_pack_what_each_learns_b
     one, other = results[0].state, results[1].state  # both have the memory of one base
     name = "base_model.model.0.base_layer.weight"
     assert one[name].data_ptr() == other[name].data_ptr()
+
+
+def test_members_whose_new_heads_begin_apart_share_one_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT keeps the layer in whose place it trains a head: nothing reads that, so it is no base of its own."""
+    monkeypatch.setattr(run_settings, "choose_precision", lambda name, device: FP64)
+    members = [
+        Member(seed=n, model=LoRA(with_new_head, rank=r, alpha=4, targets=TARGETS, trained=HEAD), optimizer=SGD(0.1))
+        for n, r in enumerate((2, 4, 2))
+    ]
+    results = train_many(with_new_head, data_of(), members=members, batch_size=16, max_epochs=20, executor="fused")
+    assert sum("padded with zeros" in note for note in results.notes) == 1
+    name = "base_model.model.0.base_layer.weight"
+    assert len({own.state[name].data_ptr() for own in results}) == 1
+    heads = set()
+    for seed, rank in enumerate((2, 4, 2)):
+        expected, found = by_peft(seed, 20, 0.1, rank, 4, with_new_head), results[seed].model.state_dict()
+        trained = [name for name in expected if "original_module" not in name]
+        assert max(float((found[name] - expected[name]).abs().max()) for name in trained) <= 1e-10
+        heads.add(float(found["base_model.model.4.modules_to_save.default.weight"].sum()))
+    assert len(heads) == 3
+
+
+def test_bases_that_differ_from_seed_to_seed_are_said_to_be_held_by_each() -> None:
+    drawn = LoRA(lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), rank=2, targets=["0"])
+    notes = train_many(drawn, data_of(), members=2, batch_size=4, max_epochs=1, executor="serial").notes
+    assert sum(note.startswith("83 frozen values differ from trial to trial, and each holds its own") for note in notes)
+    same = train_many(adapted(rank=2), data_of(), members=2, batch_size=4, max_epochs=1, executor="serial").notes
+    assert not any("differ" in note for note in same)
+
+
+def muon_by_hand(seed: int, rounds: int, rate: float, rank: int) -> dict[str, Tensor]:
+    """Muon's equations over PEFT's model in float64, the orthogonalisation by singular values in NumPy."""
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(base(), peft.LoraConfig(r=rank, lora_alpha=16, target_modules=[*TARGETS])).double()
+    pairs = {name: own for name, own in model.named_parameters() if own.requires_grad}
+    inputs, labels = data_of()
+    momenta = {name: torch.zeros_like(own) for name, own in pairs.items()}
+    for _ in range(rounds):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(inputs.double()), labels).backward()
+        for name, own in pairs.items():
+            assert own.grad is not None
+            momenta[name] = 0.95 * momenta[name] + own.grad
+            u, s, vt = np.linalg.svd((own.grad + 0.95 * momenta[name]).numpy(), full_matrices=False)
+            s = s / max(np.sqrt((s**2).sum()), 1e-7)  # B begins at zero, and so does the gradient of A
+            for _ in range(5):
+                s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+            scale = max(1.0, own.shape[0] / own.shape[1]) ** 0.5
+            own.data -= rate * scale * torch.from_numpy((u * s) @ vt)
+    return {name: own.detach() for name, own in pairs.items()}
+
+
+def test_muon_steps_adapters_of_each_rank_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of its steps depends on the rank, so that of padded ones would be wrong: packs of their own."""
+    monkeypatch.setattr(run_settings, "choose_precision", lambda name, device: FP64)
+    ranks = [1, 2, 1]
+    members = [Member(seed=seed, model=adapted(rank=rank, trained=())) for seed, rank in enumerate(ranks)]
+    found = train_many(
+        base, data_of(), members=members, batch_size=16, max_epochs=20, executor="fused",
+        optimizer=Muon(learning_rate=0.01),
+    )  # fmt: skip
+    assert not any("padded" in note for note in found.notes)
+    for seed, rank in enumerate(ranks):
+        expected, own = muon_by_hand(seed, 20, 0.01, rank), found[seed].model.state_dict()
+        assert len(expected) == 4
+        assert max(float((own[name] - expected[name]).abs().max()) for name in expected) <= 1e-10
+
+
+@pytest.mark.parametrize("trained", [(), HEAD])
+def test_muon_takes_both_matrices_of_every_adapter_and_no_head(trained: tuple[str, ...]) -> None:
+    """In the model's order the first and the last weights are often those of adapters, which are no ends."""
+    model = adapted(rank=2, targets=[own for own in ("0", "2", "4") if own not in trained], trained=trained)()
+    layers = ("0", "2") if trained else ("0", "2", "4")
+    assert Muon().matrices(model) == tuple(
+        f"base_model.model.{layer}.lora_{matrix}.default.weight" for layer in layers for matrix in "AB"
+    )
 
 
 def test_member_is_saved_as_an_adapter_that_peft_loads(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_trial_is_one_learner_with_its_own_seed_and_the_order_of_the_search() ->
 @pytest.mark.parametrize(
     "override",
     [
-        "num_learners=1", "max_learners=2", "max_samples=100", "max_rounds=3", "target_loss=0.1", "init_from=x",
+        "num_learners=1", "max_learners=2", "max_samples=100", "max_rounds=3", "target_loss=0.1",
         "max_evaluation_batches=3", "trace=false", "profile=true", "compile_model=true", "on_nonfinite=stop",
         "learning_statistics=true", "checkpoint_every_epochs=1", "keep_checkpoints=3", "distributed.timeout_s=60",
         "averaging=independent", "averaging.average_ema=1",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from crossbow_py import SGD, Search, Trainer, UserError
@@ -64,6 +65,19 @@ def test_widths_that_are_near_each_other_share_packs() -> None:
     expected = trainer.fit(max_epochs=2).model.state_dict()
     for name, value in found.model.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_trials_begin_with_the_weights_of_a_file_in_the_unit_that_it_counts_in(tmp_path: Path) -> None:
+    before = make(4)
+    save_file(before.state_dict(), tmp_path / "weights.safetensors")
+    data, rest = ((own[0], 50 + own[0].flatten(1)[:, :3]) for own in (DATA, REST))
+    found = Search(
+        make, data, validation_data=rest, space={"model.hidden": [4], "optimizer.learning_rate": [0.0]}, max_epochs=1,
+        loss=nn.MSELoss(), init_from=tmp_path / "weights.safetensors", method="none", num_trials=1, executor="serial",
+        device="cpu",
+    ).run()  # fmt: skip
+    assert found.model is not None
+    assert all(torch.equal(own, found.model.state_dict()[name]) for name, own in before.state_dict().items())
 
 
 def test_any_loss_and_metric_is_searched() -> None:

@@ -386,3 +386,5 @@ def test_whole_numbers_are_raised_to_one_of_a_few_less_than_a_factor_of_root_two
     params = {"model.units": 36, "model.layers": 3, "model.rate": 0.1, "batch_size": 9}
     assert space.wider(params, "model.") == [{**params, "model.units": 44}]
     assert space.wider({**params, "model.units": 64}, "model.") == []
+    ranks = Space.from_mapping({"model.lora.rank": [2, 8, 64]})  # of adapters, which are small beside their base
+    assert [ranks.wider({"model.lora.rank": rank}, "model.") for rank in (2, 64)] == [[{"model.lora.rank": 64}], []]

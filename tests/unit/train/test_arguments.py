@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import traceback
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from crossbow_py.averaging import Crossbow
 from crossbow_py.schedules import Cosine
 from crossbow_py.train.arguments import TrainArguments
 from crossbow_py.train.config import JobConfig, TrainConfig
-from crossbow_py.train.run_settings import RunOptions, RunSettings
+from crossbow_py.train.run_settings import JobOptions, RunOptions, RunSettings
 from tests.trainers import blobs, make_trainer
 
 # The groups of the command line, which Python gives as objects, and what it gives in another form.
@@ -26,7 +27,7 @@ OTHERWISE = {"model", "optimizer", "schedule", "averaging", "metrics"}
 
 def test_trainer_has_a_keyword_for_every_key_with_its_default():
     parameters = inspect.signature(Trainer).parameters
-    for field in (*dataclasses.fields(RunSettings), *dataclasses.fields(RunOptions)):
+    for field in itertools.chain(*map(dataclasses.fields, (RunSettings, RunOptions, JobOptions))):
         assert parameters[field.name].default == field.default
         assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
 
