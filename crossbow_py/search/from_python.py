@@ -165,16 +165,15 @@ class Search:
             if data is not None or what == "data set":
                 check_data(data, f"the {what}")
         self._kept: list[Given] = []
-        given = standardize_targets == "auto" and (optimizer is not None or settings.get("init_from") is not None)
-        asked = False if given else standardize_targets
+        begins = optimizer is not None or settings.get("init_from") is not None
+        asked = False if standardize_targets == "auto" and begins else standardize_targets
         self._standardizes = asked if train is not None and standardizes(asked, train, loss) else False
         self._make, self._has_test = model, test is not None or validation is not None
         parts = [train, test or validation or train, *([] if validation is None else [validation])]
-        fraction = 0.1 if validation is None else 0.0
-        source = Custom(target=self._given("data", lambda: parts, parts), validation_fraction=fraction)
+        target, fraction = self._given("data", lambda: parts, parts), 0.1 if validation is None else 0.0
         self.config = SearchConfig(
             model=CustomModel(target=self._given("model", model, self.loss, self._standardizes)),
-            data=source,
+            data=Custom(target=target, validation_fraction=fraction),
             optimizer=default_optimizer(loss, falls=False)[0] if optimizer is None else rule_of("optimizer", optimizer),
             schedule=rule_of("schedule", schedule),
             space=dict(_as_keys(key, entry) for key, entry in space.items()),

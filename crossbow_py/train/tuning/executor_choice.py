@@ -61,12 +61,7 @@ def choose_executor(
     rule, loss = update.rule, copied_loss(loss)
     shared = not rule.has_central_model or settings.num_learners == 1
     like = choices.precision, settings.channels_last, shared, settings.accumulate, shares_base
-    whole = Comparison(template, feed, loss, *like)
-
-    def compared(name: str) -> Comparison:
-        one_row = has_one_row(name, choices.device, update.optimizer, rule.gradient_mean)
-        return dataclasses.replace(whole, one_row=one_row)
-
+    compared = partial(_comparison, Comparison(template, feed, loss, *like), choices.device, update)
     one_shape, feed = feed.one_shape, feed.for_measuring()
     fuses = choices.executor != "auto" and EXECUTORS[choices.executor].FUSES
     if fuses and (reason := why_not_fused(compared(choices.executor))):
@@ -80,9 +75,8 @@ def choose_executor(
         note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
         return dataclasses.replace(choices, executor=remembered), [note]
     announce("Measuring which executor is the fastest for a run like this, once; it takes some seconds.")
-    for name in possible:
-        if EXECUTORS[name].FUSES:
-            why_not_fused(compared(name))  # on real data: candidates may be measured on one sample, repeated
+    for name in (own for own in possible if EXECUTORS[own].FUSES):
+        why_not_fused(compared(name))  # on real data: candidates may be measured on one sample, repeated
 
     make_bank = partial(new_bank, template, gradient_mean=update.rule.gradient_mean, shares_base=shares_base)
 
@@ -104,6 +98,12 @@ def choose_executor(
     sentence = _kept(found, known, key) if found.is_lasting else found.sentence
     chosen = dataclasses.replace(choices, executor=found.executor, executor_choice_s=found.seconds)
     return chosen, [sentence, *found.notes]
+
+
+def _comparison(like: Comparison, device: torch.device, update: TorchUpdate, executor: str) -> Comparison:
+    """Return the comparison of a model's graph as an executor has it."""
+    one_row = has_one_row(executor, device, update.optimizer, update.rule.gradient_mean)
+    return dataclasses.replace(like, one_row=one_row)
 
 
 def _kept(found: Calibration, known: RememberedAnswers, key: str) -> str:
