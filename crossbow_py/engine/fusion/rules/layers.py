@@ -139,15 +139,16 @@ class _NormOfLearners(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of values, scale and shift."""
         (gradient,), (own, weight, saved) = outputs, ctx.saved_tensors
-        found = [
-            torch.ops.aten.native_batch_norm_backward(
-                gradient[j], own[j], weight, None, None, *saved[:, j], True, ctx.eps, ctx.needs_input_grad[:3]
+        needs, sums = ctx.needs_input_grad[:3], list[tuple[Tensor, ...]]()
+        whole = torch.empty_like(own) if needs[0] else None
+        for j, each in enumerate(own):
+            of_values, *others = torch.ops.aten.native_batch_norm_backward(
+                gradient[j], each, weight, None, None, *saved[:, j], True, ctx.eps, needs
             )
-            for j in range(len(own))
-        ]
-        of_values, of_weight, of_bias = zip(*found, strict=True)
-        whole = torch.cat(of_values).view_as(own) if ctx.needs_input_grad[0] else None
-        needed = zip((of_weight, of_bias), ctx.needs_input_grad[1:3], strict=True)
+            if whole is not None:
+                whole[j].copy_(of_values)  # while it is in the cache
+            sums.append(tuple(others))
+        needed = zip(zip(*sums, strict=True), needs[1:], strict=True)
         return whole, *(torch.stack(each).sum(0) if is_needed else None for each, is_needed in needed), *[None] * 4
 
 
