@@ -75,7 +75,7 @@ QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run", "loader/
 LONG = {
     "grids", "throughput/run", "throughput/suite", "model_batch/run",
     "workers/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
-    "ranks/search", "checkpoint/run",
+    "ranks/search", "checkpoint/run", "tasks/run",
     "averaged_gradients/run", "defaults/run", "one_base/run", "memory/run", "many_models/run", "many_models/tokens",
     "before_and_now/run", "lora_search/run",
 }  # fmt: skip

@@ -61,8 +61,8 @@ def num_matrices() -> int:
         (1, [2], "serial"),
         (4, [1, 2, 3], "fused"),
         pytest.param(4, [2], "fused", marks=pytest.mark.slow),
-        pytest.param(16, [2], "fused", marks=pytest.mark.slow),
-        pytest.param(16, [1, 2, 3], "serial", marks=pytest.mark.slow),
+        pytest.param(16, [2], "fused", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(16, [1, 2, 3], "serial", marks=[pytest.mark.slow, pytest.mark.long]),
     ],
 )
 def test_adapters_of_any_number_and_rank_have_one_base(count: int, ranks: list[int], executor: str) -> None:
