@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from crossbow_py import frozen
 from crossbow_py.averaging import Independent
 from crossbow_py.engine.bank.frozen_base import note_only_read
+from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.fusion.rules.registry import RULES, Call
 from crossbow_py.engine.fusion.values import Fused, Layout
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import BF16
-from tests.support import features, make_tasks, plan
+from tests.support import features, make_tasks, run
 from tests.unit.engine.fusion.trio import K, Trio
 
 
@@ -203,7 +204,9 @@ def test_buffer_that_bears_no_other_value_is_compared_as_it_is() -> None:
     model = Positions()
     note_only_read(model)
     tasks = make_tasks(lambda: model, data=features(48, (6,), 4), order="blocks", rule=Independent())
-    FusedExecutor(tasks).submit(plan(tasks, 0))
+    reference = make_tasks(lambda: model, data=features(48, (6,), 4), order="blocks", rule=Independent())
+    (found,), (expected,) = run(FusedExecutor(tasks), tasks, 1), run(SerialExecutor(reference), reference, 1)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
 class Scaled(nn.Module):
