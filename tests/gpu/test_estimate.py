@@ -52,8 +52,8 @@ def test_rounds_beyond_the_limit_run_out_of_memory_and_leave_the_device_usable()
 @pytest.mark.timeout(300)
 def test_estimate_of_this_gpu_is_confirmed_by_rounds() -> None:
     free, _ = torch.cuda.mem_get_info()
-    limit, model = (GIB // 2, "lenet") if IS_SIMULATED else (3 * GIB, "resnet20")
-    overrides = [f"model={model}", "data=cifar10", "num_learners=2", "device=cuda", f"held_back={free - limit}"]
+    limit, model, data = (3 * GIB // 16, "mlp", "mnist") if IS_SIMULATED else (3 * GIB, "resnet20", "cifar10")
+    overrides = [f"model={model}", f"data={data}", "num_learners=2", "device=cuda", f"held_back={free - limit}"]
     found = estimate(compose(overrides, EstimateConfig))
     assert found.measured is not None and found.recommendation is not None
     points = dict(found.measured.points)
