@@ -58,6 +58,8 @@ def pointwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
     layout = Layout.CHANNELS if keep else Layout.STACK
     own = args[0] if isinstance(args[0], Fused) else None
+    if call.may_write and own is not None and len(values) == 1 and (whole := _whole(own)) is not None:
+        return Fused(split_learners(call.target(whole, *args[1:], **kwargs), 0, call.num_learners), layout)
     in_place = call.may_write and own is not None and own.layout is layout and not _is_result_view(own.tensor)
     plain = [map_values(argument, tensor) for argument in args]
     named = {name: map_values(value, tensor) for name, value in kwargs.items()}
@@ -78,6 +80,13 @@ def _format_beside_scalars(values: list[Fused]) -> torch.dtype | None:
     if len(formats) == len(values) or not formats or not all(each.is_floating_point for each in formats):
         return None
     return functools.reduce(torch.promote_types, formats)
+
+
+def _whole(value: Fused) -> Tensor | None:
+    """Return the `[K·B, ...]` that a `[K, B, ...]` is a view of, which autograd lets be written without a copy."""
+    own, base = value.tensor, value.tensor._base
+    fits = base is not None and own.ndim > 1 and base.shape == (own.shape[0] * own.shape[1], *own.shape[2:])
+    return base if fits and value.layout is Layout.STACK else None
 
 
 def _is_result_view(tensor: Tensor) -> bool:
