@@ -42,8 +42,7 @@ class FrozenBase:
         adopts = self.is_shared and only_reads(template)
         self._compared = read_parameters(template).keys()
         for name, own in frozen_parameters(template).items():
-            # What is in the format of passes stays in it, as a base that was loaded in bfloat16; whole numbers do, too.
-            stays = not own.is_floating_point() or (own.dtype == precision.compute and name not in full)
+            stays = stays_in_its_format(own, precision, name in full)
             dtype = own.dtype if stays else precision.master
             if adopts and _is_like(own, dtype, device, channels_last):
                 values = own.detach().unsqueeze(0)
@@ -119,6 +118,15 @@ class FrozenBase:
             self._on_host = self._on_host or {name: own.cpu() for name, own in self._master.items()}
             return self._on_host
         return {name: own.to("cpu", copy=True).unsqueeze(0) for name, own in self.master(learner).items()}
+
+
+def stays_in_its_format(own: Tensor, precision: Precision, in_full: bool) -> bool:
+    """Return whether a base holds a frozen value in its own format alone, and not in that of rows.
+
+    Whole numbers stay, and what is in the format of passes, as a base that was loaded in bfloat16, unless they need it
+    `in_full`.
+    """
+    return not own.is_floating_point() or (own.dtype == precision.compute and not in_full)
 
 
 def base_of(

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import AveragingRule
 from crossbow_py.core.trees import Tree, leaves, map_tree
-from crossbow_py.engine.bank.frozen_base import frozen_parameters
+from crossbow_py.engine.bank.frozen_base import frozen_parameters, stays_in_its_format
 from crossbow_py.engine.bank.layout import ALIGNMENT_VALUES, Order, buffer_layout, parameter_layout
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import Precision, full_precision_parameters
@@ -133,7 +133,8 @@ class ModelSizes:
         shows_mean: whether the learners' mean is evaluated instead of z.
         matrices: rows and columns of the parameters that the optimizer takes as matrices.
         num_frozen: the number of values of frozen parameters.
-        num_frozen_copies: of these, how many are also there in compute precision.
+        frozen_bytes: their bytes, in the formats that they are held in.
+        frozen_copy_bytes: the bytes of their copies in compute precision.
         shares_base: whether all learners share these.
         one_row: whether all learners have one row of weights, gradients and state.
     """
@@ -150,7 +151,8 @@ class ModelSizes:
     shows_mean: bool = False
     matrices: tuple[tuple[int, int], ...] = ()
     num_frozen: int = 0
-    num_frozen_copies: int = 0
+    frozen_bytes: int = 0
+    frozen_copy_bytes: int = 0
     shares_base: bool = True
     one_row: bool = False
 
@@ -164,8 +166,8 @@ class ModelSizes:
         return sum(self.parameters)
 
     def base_bytes(self, num_learners: int) -> int:
-        """Return the bytes of frozen parameters, in master precision and, if it is another, in that of passes."""
-        one = self.num_frozen * self.master_bytes + self.num_frozen_copies * self.compute_bytes
+        """Return the bytes of frozen parameters and of their copies for passes."""
+        one = self.frozen_bytes + self.frozen_copy_bytes
         return one if self.shares_base else num_learners * one
 
     def bank_bytes(self, num_learners: int) -> int:
@@ -200,8 +202,8 @@ class ModelSizes:
         These are the learners' mean if it is shown, and means of the learners' buffers or a copy of the EMA.
         """
         mean = _rows_bytes(self.parameters, 1, self.master_bytes, self.order) if self.shows_mean else 0
-        cast = self.num_frozen_copies * self.compute_bytes
-        return self.template_bytes + cast + mean + (self.ema_bytes or sum(self.buffers) * self.master_bytes)
+        buffers = self.ema_bytes or sum(self.buffers) * self.master_bytes
+        return self.template_bytes + self.frozen_copy_bytes + mean + buffers
 
 
 def staged_batches(num_learners: int) -> int:
@@ -463,22 +465,25 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
     optimizer = job.optimizer
     layout = parameter_layout(model, job.channels_last, optimizer.matrices(model), optimizer.group_numbers(model))
     matrices, full = layout.blocks[: layout.count("matrix")], full_precision_parameters(model)
-    frozen = {name: own.numel() for name, own in frozen_parameters(model).items()}
-    cast = {name for name, own in model.named_parameters() if own.dtype != job.precision.compute} - full
+    frozen, precision = frozen_parameters(model), job.precision
+    kept = {name for name, own in frozen.items() if stays_in_its_format(own, precision, name in full)}
+    master, compute = precision.master.itemsize, precision.compute.itemsize
+    copied = frozen.keys() - kept - full if precision.has_shadow else ()
     return ModelSizes(
         parameters=tuple(block.numel for block in layout.blocks),
         buffers=tuple(block.numel for block in buffer_layout(model).blocks),
         counter_bytes=sum(buffer.numel() * buffer.itemsize for buffer in others),
         num_states=job.optimizer.num_states,
-        master_bytes=job.precision.master.itemsize,
-        compute_bytes=job.precision.compute.itemsize,
+        master_bytes=master,
+        compute_bytes=compute,
         order=job.order,
         has_velocity=job.rule.has_velocity,
         has_ema=job.rule.average_ema is not None,
         shows_mean=job.rule.shows_mean,
         matrices=tuple(block.matrix_shape for block in matrices for _ in range(block.num_matrices)),
-        num_frozen=sum(frozen.values()),
-        num_frozen_copies=sum(own for name, own in frozen.items() if job.precision.has_shadow and name in cast),
+        num_frozen=sum(own.numel() for own in frozen.values()),
+        frozen_bytes=sum(own.numel() * (own.itemsize if name in kept else master) for name, own in frozen.items()),
+        frozen_copy_bytes=sum(frozen[name].numel() for name in copied) * compute,
         shares_base=job.shares_base,
         one_row=job.one_row,
     )

@@ -166,6 +166,16 @@ def test_bank_bytes_are_what_a_bank_allocates(precision: Precision, order: Order
     assert sizes.template_bytes == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_base_bytes_are_those_of_a_base_of_whole_numbers_halves_and_floats(precision: Precision) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 11, dtype=torch.bfloat16), nn.LayerNorm(11), nn.Linear(11, 2))
+    model[:3].requires_grad_(False)
+    model[1].scales = nn.Parameter(torch.ones(13, dtype=torch.int8), requires_grad=False)
+    base = ReplicaBank(model, 3, device=torch.device("cpu"), precision=precision, state_names=()).base
+    held = {own.data_ptr(): own.nbytes for own in (*base.master(0).values(), *base.row(0).values())}
+    assert model_sizes(model, Job(nn.functional.mse_loss, SGD(), SMA(), precision)).base_bytes(3) == sum(held.values())
+
+
 @pytest.mark.parametrize(
     ("rule", "has_ema"),
     [(SMA(), False), (SMA(average_ema=1.0), True), (LocalSGD(), False)],
