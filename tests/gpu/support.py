@@ -30,13 +30,13 @@ needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="on a simulated devic
 
 def tasks_on_cuda(
     make_model=norm_model, optimizer=SGD(), rule=SMA(), precision=FP64, num_learners=3, order=None, data=IMAGES,
-    batch_size=4, device="cuda", compares=False,
+    batch_size=4, device="cuda", compares=False, one_row=False,
 ):  # fmt: skip
     """An engine on the GPU, or the same one on another device; weights, batches and order follow from seeds."""
     place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     bank = ReplicaBank(
         make_model().to(place), num_learners, device=place, precision=precision, state_names=optimizer.state_names,
-        order=order, gradient_mean=rule.gradient_mean,
+        order=order, gradient_mean=rule.gradient_mean, one_row=one_row,
     )  # fmt: skip
     return RoundTasks(
         bank,

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
 
@@ -88,8 +88,10 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
         tasks.accumulate, bank.base.is_shared, bank.one_row,
     )  # fmt: skip
     require_agreement(compared)
+    if bank.one_row and tasks.compares and bank.device.type == "cuda":  # in rounds of gradients apart
+        require_agreement(replace(compared, one_row=False))
     try:
-        if kernels:
+        if kernels and not bank.one_row:
             require_agreement(compared, kernels=True)
         found = FusedPass(tasks, kernels, learners)
         found.graph.measure()

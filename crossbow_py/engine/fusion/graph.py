@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -145,8 +145,10 @@ class FusedGraph:
         writes = writes_of(program)
         self._written = {node.args[0] for node, write in writes.items() if write.must_write}
         self.trained, self._others = self._bind()
+        self._trained_layout = Layout.SHARED if bank.one_row else Layout.STACK
         self._counting = self._find_counters(writes)
         self._watch_buffers()
+        kernels = kernels and not bank.one_row  # kernels of layers take a row of each learner
         refusal = serves("layers", bank.device, bank.precision.compute) if kernels else None
         self.notes = [refusal] if refusal else []
         serve = kernels and not refusal and bank.layout.channels_last  # kernels take filters in that order
@@ -277,6 +279,20 @@ class FusedGraph:
         others |= {name: PerLearner([each[name] for each in integers]) for name in names}
         return trained, others
 
+    @contextmanager
+    def rows_apart(self) -> Iterator[None]:
+        """In the block, have `trained` be `[K, *shape]` where learners have one row, and so each its own gradient."""
+        given, layout, count = self.trained, self._trained_layout, self._num_learners
+        rows = {name: own.detach().expand(count, *own.shape) for name, own in given.items()}
+        self.trained = {name: own.requires_grad_() for name, own in rows.items()}
+        self._trained_layout = Layout.STACK
+        self._choose_anew()
+        try:
+            yield
+        finally:
+            self.trained, self._trained_layout = given, layout
+            self._choose_anew()
+
     def run(self, inputs: Tree, shared: bool) -> Tree:
         """Return outputs `[K, B, ...]` of inputs `[K, B, ...]`, or of inputs `[B, ...]` that all learners share.
 
@@ -394,7 +410,7 @@ class FusedGraph:
         if kind is InputKind.CONSTANT_TENSOR:
             return Fused(self._constants[name], Layout.SHARED)
         if name in self.trained:
-            return Fused(self.trained[name], Layout.SHARED if self._bank.one_row else Layout.STACK)
+            return Fused(self.trained[name], self._trained_layout)
         value = self.shared_buffers.get(name) or self._others[name]
         if isinstance(value, PerLearner) and node not in self._written:
             return Fused(torch.stack(value.tensors), Layout.STACK)  # a few integers, such as a mask or indices
