@@ -345,12 +345,12 @@ class FusedTasks(GroupTasks):
         learners whose loss is not finite, or all of this device if only their sum is not.
         """
         bank, results = self.tasks.bank, self._results[: len(self.learners)]
-        total, own = bank.total.storage, torch.isfinite(results[:, LOSS])
-        sums = torch.isfinite(torch.linalg.vector_norm(total))
+        total, own = bank.total.trained(), torch.isfinite(results[:, LOSS])
+        sums = torch.isfinite(torch.stack(torch._foreach_norm(total))).all()
         results[:, FINITE].copy_(torch.where(own.all(), sums, own))
-        kept = own.all().to(total.dtype)
-        total.mul_(kept / kept / bank.total_learners)
-        self.tasks.collective.all_reduce_sum(total)
+        kept = own.all().to(bank.precision.master)
+        torch._foreach_mul_(total, kept / kept / bank.total_learners)
+        self.tasks.collective.all_reduce_sum(bank.total.storage)
 
     def correct(self, averaging: LinearRound | None) -> None:
         results, one_row = self._results, self.tasks.bank.one_row
