@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
@@ -91,7 +91,7 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
     if bank.one_row and tasks.compares and bank.device.type == "cuda":  # in rounds of gradients apart
         require_agreement(replace(compared, one_row=False))
     try:
-        if kernels and not bank.one_row:
+        if kernels:
             require_agreement(compared, kernels=True)
         found = FusedPass(tasks, kernels, learners)
         found.graph.measure()
@@ -175,7 +175,7 @@ class Passes:
 
     def _learned(
         self, fused: FusedPass, batch: Batch, shared: bool, rows: range
-    ) -> tuple[Tensor, list[list[Tensor | None]]]:
+    ) -> tuple[Tensor, Iterable[list[Tensor | None]]]:
         """Return losses, and gradients learner by learner."""
         if self.bank.one_row:
             return fused.learn_apart(batch, shared, rows)

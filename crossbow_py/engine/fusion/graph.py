@@ -27,6 +27,7 @@ from torch.fx.node import map_arg
 
 from crossbow_py.core.errors import one_line
 from crossbow_py.core.trees import Tree, leaves
+from crossbow_py.engine.bank.layout import OwnRows
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.fusion.export import exported, first_names, outputs_of, writes_of
@@ -97,7 +98,7 @@ class FusedGraph:
             layout: leaves of autograd.
         looped: operators without a rule, which run learner by learner; known after the first run.
         notes: messages for the user about slower operation.
-        written: parameters whose gradients the backward pass writes to the bank's rows, without autograd.
+        written: parameters whose gradients the backward pass writes to rows, without autograd.
         draws: whether a run draws from the learners' generators.
         takes_channels: whether inputs are best given in the memory order of CHANNELS.
         anchor: a leaf that must be among what autograd differentiates, so that it runs the backward of every unit.
@@ -148,7 +149,6 @@ class FusedGraph:
         self._trained_layout = Layout.SHARED if bank.one_row else Layout.STACK
         self._counting = self._find_counters(writes)
         self._watch_buffers()
-        kernels = kernels and not bank.one_row  # kernels of layers take a row of each learner
         refusal = serves("layers", bank.device, bank.precision.compute) if kernels else None
         self.notes = [refusal] if refusal else []
         serve = kernels and not refusal and bank.layout.channels_last  # kernels take filters in that order
@@ -165,6 +165,7 @@ class FusedGraph:
             step = next(step for step in self.steps if step.node is shortcut.last)
             step.arguments, step.named, step.is_unit = (shortcut.input,), {}, True
             step.rule = partial(run_shortcut, shortcut)
+        self._own_rows: OwnRows | None = None
         self._measure_units: Callable[[], list[str]] = list
         self.by_kernel: Callable[[], int] = int
         self._add_units(units)
@@ -219,17 +220,28 @@ class FusedGraph:
             step.arguments, step.named, step.is_unit = (unit.input, unit.residual), {}, True
         reads = Counter([*self._outputs.nodes, *(node for step in self.steps for node in step.reads)])
         name_of = {node.name: name for node in self._inputs if (name := self._sources[node.name][1])}
-        gradients = dict(zip(self.trained, self._bank.stacked_gradients(learners), strict=True))
-        trained, buffers = self.trained, self._bank.buffers.stacked(self._num_learners, learners.start)
+        self.written = frozenset(name_of[node.name] for unit in units for node in unit.parameters)
+        weights, gradients = self.trained, dict(zip(self.trained, self._bank.stacked_gradients(learners), strict=True))
+        if self._bank.one_row:
+            row = {name: own for name, own in weights.items() if name in self.written}
+            self._own_rows = OwnRows(row, self._num_learners, self._bank.precision.master)
+            weights, gradients = self._own_rows.weights, self._own_rows.gradients
+        buffers = self._bank.buffers.stacked(self._num_learners, learners.start)
         rules = UnitRules(
-            {node: Leaf(trained[name], gradients[name]) for node, name in name_of.items() if name in trained},
+            {node: Leaf(weights[name], gradients[name]) for node, name in name_of.items() if name in weights},
             {node: buffers[name] for node, name in name_of.items() if name in buffers},
             self.anchor,
         )
         for step, unit in steps:
             step.rule = rules.rule(unit, reads[unit.last])
-        self.written = frozenset(name_of[node.name] for unit in units for node in unit.parameters)
         self._measure_units, self.by_kernel = rules.measure, rules.by_kernel
+
+    def written_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of `written`: rows `[K, *shape]`, or sums `[*shape]` of learners in one row."""
+        if self._own_rows is None:
+            rows = zip(self.trained, self._bank.stacked_gradients(self._learners), strict=True)
+            return {name: own for name, own in rows if name in self.written}
+        return self._own_rows.summed() if self._trained_layout is Layout.SHARED else self._own_rows.gradients
 
     def measure(self) -> None:
         """Measure ways to run the graph's units, and take the fastest; see `UnitRules.measure`."""
@@ -301,6 +313,8 @@ class FusedGraph:
         midway = isinstance(inputs, Midway)
         self._settle_for(shared, midway)
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
+            if self._own_rows is not None:
+                self._own_rows.refresh()
             values = self._leaves(inputs, shared)
             for step in self.cut.after if midway and self.cut else self.steps:
                 self._run_step(step, values)
