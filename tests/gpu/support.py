@@ -30,13 +30,16 @@ needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="on a simulated devic
 
 def tasks_on_cuda(
     make_model=norm_model, optimizer=SGD(), rule=SMA(), precision=FP64, num_learners=3, order=None, data=IMAGES,
-    batch_size=4, device="cuda", compares=False,
+    batch_size=4, device="cuda", compares=False, one_row=False, collective=None,
 ):  # fmt: skip
     """An engine on the GPU, or the same one on another device; weights, batches and order follow from seeds."""
+    collective = collective or Collective()
     place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    model = make_model().to(place)
     bank = ReplicaBank(
-        make_model().to(place), num_learners, device=place, precision=precision, state_names=optimizer.state_names,
-        order=order, gradient_mean=rule.gradient_mean,
+        model, num_learners, device=place, precision=precision, state_names=optimizer.state_names, order=order,
+        gradient_mean=rule.gradient_mean, matrices=optimizer.matrices(model), groups=optimizer.group_numbers(model),
+        one_row=one_row, num_devices=collective.num_devices,
     )  # fmt: skip
     return RoundTasks(
         bank,
@@ -46,7 +49,7 @@ def tasks_on_cuda(
         ),
         loss=nn.functional.cross_entropy,
         seed=0,
-        collective=Collective(),
+        collective=collective,
         compares=compares,
     )
 
@@ -95,3 +98,17 @@ class Eager(CudaStreams):
 
     def capture(self, name, body, stream, pool):
         raise RuntimeError("not here")
+
+
+class Twins(Collective):
+    """Two devices that do the same. Its sums may not be captured, as those of NCCL are not."""
+
+    num_devices = 2
+
+    def __init__(self):
+        self.num_sums = 0
+
+    def all_reduce_sum(self, values):
+        assert not torch.cuda.is_current_stream_capturing(), "a sum is captured"
+        self.num_sums += 1
+        values.mul_(2)

@@ -30,7 +30,7 @@ from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.train.ladder.child import _by_waits
-from tests.gpu.support import Counting
+from tests.gpu.support import Counting, Twins
 from tests.support import assert_equal, features, plan
 from tests.unit.data.streams import Images, same
 
@@ -53,20 +53,6 @@ def dropping():
     model = dense()
     model.insert(3, nn.Dropout(0.3))
     return model
-
-
-class Twins(Collective):
-    """Two devices that do the same. Its sums may not be captured, as those of NCCL are not."""
-
-    num_devices = 2
-
-    def __init__(self):
-        self.num_sums = 0
-
-    def all_reduce_sum(self, values):
-        assert not torch.cuda.is_current_stream_capturing(), "a sum is captured"
-        self.num_sums += 1
-        values.mul_(2)
 
 
 def make_tasks(make_model=dense, optimizer=SGD(), rule=SMA(), num_learners=4, collective=None, data=IMAGES):

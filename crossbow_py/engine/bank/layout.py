@@ -252,6 +252,47 @@ class Rows:
             torch._foreach_zero_(self.flat(row))
 
 
+class OwnRows:
+    """Rows for learners that have one in the bank, for what takes a row of each: copies of weights, and gradients.
+
+    Args:
+        row: the weights `[*shape]` by name, each dense in memory.
+        num_rows: K.
+        dtype: that of gradients.
+
+    Attributes:
+        weights, gradients: `[K, *shape]` by name, each row in the memory order of the weight.
+    """
+
+    def __init__(self, row: Mapping[str, Tensor], num_rows: int, dtype: torch.dtype) -> None:
+        def rows(own: Tensor, dtype: torch.dtype) -> Tensor:
+            shape, strides = (num_rows, *own.shape), (own.numel(), *own.stride())
+            return torch.empty_strided(shape, strides, dtype=dtype, device=own.device)
+
+        self.weights = {name: rows(own, own.dtype) for name, own in row.items()}
+        self.gradients = {name: rows(own, dtype) for name, own in row.items()}
+        self._of_learners = [[own[j] for own in self.gradients.values()] for j in range(num_rows)]
+        # Of one dtype together, which are few launches.
+        self._copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for name, own in row.items():
+            copies, sources = self._copies.setdefault(own.dtype, ([], []))
+            copies += self.weights[name].unbind()
+            sources += [own.detach()] * num_rows
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Copy the weights to all rows."""
+        for copies, sources in self._copies.values():
+            torch._foreach_copy_(copies, sources)
+
+    def summed(self) -> dict[str, Tensor]:
+        """Add all gradients to those of the first row, and return them, `[*shape]` by name."""
+        first, *others = self._of_learners
+        for own in others:
+            torch._foreach_add_(first, own)
+        return dict(zip(self.gradients, first, strict=True))
+
+
 @dataclass(frozen=True)
 class Matrix:
     """The place of a matrix `[rows, columns]` in a list of vectors: the vector, and the offset in it."""

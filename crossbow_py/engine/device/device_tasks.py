@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from operator import itemgetter
 
 import torch
@@ -20,6 +21,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.trees import call, detached, leaves
 from crossbow_py.data.feed import Batch, Feed, MemoryOrder
 from crossbow_py.data.resident.resident_feed import ResidentFeed
+from crossbow_py.engine.bank.layout import copy_present
 from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.goodput import Comparison
 from crossbow_py.engine.modules.dropout import MaskTape
@@ -61,8 +63,8 @@ class GroupTasks(ABC):
         self._loaded_rates: tuple[float, ...] = ()
         self._tapes = {shared: MaskTape() for shared in (False, True)}
         # Learners that share a gradient step if it is finite and their group is kept (`average_gated`); their own
-        # losses do not count here, as `average_gated` has checked them.
-        shares = tasks.gradient_mean is not None
+        # losses do not count here, as `average_gated` or `average_sum` has checked them.
+        shares = tasks.gradient_mean is not None or bank.one_row
         self._loss_gate, self._gate = (STEPPED, STEPPED) if shares else (LOSS, FINITE)
 
     def load(self, plan: Round, bank_changed: bool, masks_ahead: bool) -> None:
@@ -151,7 +153,8 @@ class GroupTasks(ABC):
             outcome.losses[learner] = values[LOSS]
             outcome.num_correct[learner] = values[NUM_CORRECT] if self._classifies else None
             stepped = values[self._gate] == 1
-            outcome.finite[learner] = stepped and values[FINITE] == 1
+            # Of learners in one row, which are held back together, those that are no cause of it are finite.
+            outcome.finite[learner] = (stepped or self.tasks.bank.one_row) and values[FINITE] == 1
             self.tasks.bank.step_counts[learner] += stepped
             if learner == 0 and outcome.plan.compares:
                 n = self.tasks.bank.num_learners
@@ -189,13 +192,17 @@ def compare_gradients(groups: Sequence[GroupTasks]) -> None:
     """Do as `RoundTasks.compare_gradients`, for the groups of a whole bank."""
     bank = groups[0].tasks.bank
     lists = [bank.gradients.trained(learner) for learner in range(bank.num_learners)]
-    mean = [own.clone() for own in lists[0]]
+    total = [own.clone() for own in lists[0]]
     for other in lists[1:]:
-        torch._foreach_add_(mean, other)
-    squares = [torch.stack(torch._foreach_norm(own)).double().square().sum() for own in (*lists, mean)]
-    results = groups[0].results()[0]
+        torch._foreach_add_(total, other)
+    _write_comparison(lists, total, groups[0].results()[0])
+
+
+def _write_comparison(gradients: Sequence[list[Tensor]], total: list[Tensor], results: Tensor) -> None:
+    """Write the comparison of gradients, given their sum, to the first learner's results `[NUM_RESULTS]`."""
+    squares = [torch.stack(torch._foreach_norm(own)).double().square().sum() for own in (*gradients, total)]
     results[MEAN_SQUARE].copy_(torch.stack(squares[:-1]).mean())
-    results[SQUARE_OF_MEAN].copy_(squares[-1] / len(lists) ** 2)
+    results[SQUARE_OF_MEAN].copy_(squares[-1] / len(gradients) ** 2)
 
 
 def _gathered(feed: Feed) -> ResidentFeed | None:
@@ -260,14 +267,19 @@ class FusedTasks(GroupTasks):
     Args:
         tasks: what to compute.
         fused: the forward and backward pass of the learners.
-        update: corrections by kernels, or None for operators, which must have all learners of the bank.
+        update: corrections by kernels, or None for operators, which must have all learners of the bank. Learners in one
+            row take one.
         gathers: whether `learn` gathers the batch from the feed's picks, where it can.
     """
 
     def __init__(self, tasks: RoundTasks, fused: FusedPass, update: KernelUpdate | None, gathers: bool) -> None:
         super().__init__(tasks, "fused", fused.learners)
         self._pass, self._kernels, self.notes = fused, update, fused.notes
-        self._rows = None if update else AllLearners(tasks.bank, tasks.update.optimizer)
+        self._rows: OneLearner | AllLearners | None = None
+        if update is None and tasks.bank.one_row:
+            self._rows = OneLearner(0, tasks.summed_rows[0])
+        elif update is None:
+            self._rows = AllLearners(tasks.bank, tasks.update.optimizer)
         self._feed = _gathered(tasks.feed) if gathers else None
         # If `learn` gathers: static picks and the gathered batch, for one or K batches.
         self._picked: dict[int, tuple[Tensor, Batch]] = {}
@@ -294,38 +306,73 @@ class FusedTasks(GroupTasks):
     def shares(self, plan: Round) -> bool:
         return self._pass.shares(plan)
 
-    def learn(self, shared: bool, masks_ahead: bool) -> None:
+    def learn(self, shared: bool, masks_ahead: bool, apart: bool = False) -> None:
+        """See `GroupTasks.learn`. Of learners in one row the sum of gradients goes to `bank.total`.
+
+        If these are taken `apart`, they are also compared.
+        """
         results, k, batch = self._results, len(self.learners), self._batch
-        with self._tapes[shared].over(masks_ahead):
+        with self._tapes[shared].over(masks_ahead), self._pass.graph.rows_apart() if apart else nullcontext():
             if self._feed is not None:
                 picks, batch = self._picked[1 if shared else k]
                 self._feed.take(picks, batch)
                 batch = batch.map(itemgetter(0)) if shared else batch
             assert batch is not None, "a round needs a loaded batch"
             learned = self._pass.learn(batch, shared)
-        self.tasks.bank.store_stacked_gradients(learned.gradients, self.learners)
+        self._store(learned.gradients, apart)
         results[:k, LOSS].copy_(learned.losses)
         self._classifies = learned.num_correct is not None
         if learned.num_correct is not None:
             results[:k, NUM_CORRECT].copy_(learned.num_correct)
 
+    def _store(self, gradients: Sequence[Tensor | None], apart: bool) -> None:
+        """Write gradients to the bank: those of each learner, or of learners in one row their sum."""
+        bank = self.tasks.bank
+        if not bank.one_row:
+            bank.store_stacked_gradients(gradients, self.learners)
+            return
+        if apart:
+            each = [None if own is None else own.to(bank.precision.master) for own in gradients]
+            gradients = [None if own is None else own.sum(0) for own in each]
+            given, total = ([own for own in found if own is not None] for found in (each, gradients))
+            _write_comparison([[own[j] for own in given] for j in self.learners], total, self._results[0])
+        copy_present(bank.summed_gradients, gradients)
+
+    def average_sum(self) -> None:
+        """Make the sum in `bank.total` the mean over all devices' learners. The host waits if the collective makes it.
+
+        If a loss or the sum is not finite, the mean is NaN on all devices, so that no learner steps. The cause are the
+        learners whose loss is not finite, or all of this device if only their sum is not.
+        """
+        bank, results = self.tasks.bank, self._results[: len(self.learners)]
+        total, own = bank.total.trained(), torch.isfinite(results[:, LOSS])
+        sums = torch.isfinite(torch.stack(torch._foreach_norm(total))).all()
+        results[:, FINITE].copy_(torch.where(own.all(), sums, own))
+        kept = own.all().to(bank.precision.master)
+        torch._foreach_mul_(total, kept / kept / bank.total_learners)
+        self.tasks.collective.all_reduce_sum(bank.total.storage)
+
     def correct(self, averaging: LinearRound | None) -> None:
-        results = self._results
+        results, one_row = self._results, self.tasks.bank.one_row
         if self._kernels is not None:
             self._kernels.correct(
                 averaging, results=results, loss_column=self._loss_gate, finite_column=self._gate,
                 learning_rates=self._rates, step_counts=self._counts,
             )  # fmt: skip
-            return
-        assert self._rows is not None, "operators need all rows end to end"
-        self.update.correct(
-            self._rows,
-            averaging,
-            loss=results[:, self._loss_gate],
-            learning_rate=self._rates,
-            step_count=self._counts,
-            finite=results[:, self._gate],
-        )
+        else:
+            assert self._rows is not None, "operators need all rows end to end"
+            own = 0 if one_row else slice(None)
+            self.update.correct(
+                self._rows,
+                averaging,
+                loss=results[own, self._loss_gate],
+                learning_rate=self._rates[own],
+                step_count=self._counts[own],
+                finite=results[own, self._gate],
+            )
+        if one_row:  # all took the first one's step
+            for values in (self._counts, results[:, self._gate]):
+                values[1:].copy_(values[0])
 
     @property
     def moves_z(self) -> bool:

@@ -65,14 +65,14 @@ def candidates(device: torch.device) -> list[str]:
     return [name for name in able if not EXECUTORS[name].EXPERIMENTAL]
 
 
-def has_one_row(name: str, device: torch.device, optimizer: Optimizer, mean: GradientMean | None) -> bool:
+def has_one_row(name: str, optimizer: Optimizer, mean: GradientMean | None) -> bool:
     """Return whether learners are one row of a bank: they stay equal, and executor and optimizer allow it.
 
     Groups that are clipped need the norms of the mean's parts, and torch's own optimizers keep a state for each row.
     """
     alike = mean is not None and mean.group_size is None
     steps = not optimizer.clips_groups and not optimizer.KEEPS_OWN_STATE
-    return name in EXECUTORS and EXECUTORS[name].HAS_ONE_ROW and device.type == "cpu" and alike and steps
+    return name in EXECUTORS and EXECUTORS[name].HAS_ONE_ROW and alike and steps
 
 
 __all__ = [

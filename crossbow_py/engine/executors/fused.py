@@ -367,7 +367,11 @@ class FusedRounds:
         self._round = program("round" if alone else "learning", ALL_LEARNERS, pool)
         self._correction = program("correction", ALL_LEARNERS, pool)
         self._averaging = program("averaging", averages_on, pool)
-        self._averages_gradients = tasks.gradient_mean is not None
+        self._one_row, self._average_gradients = tasks.bank.one_row, list[Body]()
+        if self._one_row:
+            self._average_gradients = [self.bodies.average_sum]
+        elif tasks.gradient_mean is not None:
+            self._average_gradients = [partial(average_gated, [self.bodies])]
         self._gradient_mean = program("gradient mean", ALL_LEARNERS, pool)
         self._comparison = program("comparison", ALL_LEARNERS, pool)
         if not alone:  # sums by NCCL are not captured
@@ -382,14 +386,14 @@ class FusedRounds:
 
     def _issue(self, outcome: RoundOutcome, slot: Slot) -> None:
         rounds, bodies, plan = self.rounds, self.bodies, outcome.plan
-        stream, shared = rounds.streams[ALL_LEARNERS], bodies.shares(plan)
-        variant = (plan.averaging, plan.compares, shared) if self._is_alone else shared
+        stream, shared, apart = rounds.streams[ALL_LEARNERS], bodies.shares(plan), self._one_row and plan.compares
+        variant = (plan.averaging, plan.compares, shared) if self._is_alone else (shared, apart)
         ahead = self._round.runs_graph(variant)
         load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
         rounds.device.run("load", load, stream)
 
         def learn() -> None:
-            bodies.learn(shared, masks_ahead=ahead)
+            bodies.learn(shared, masks_ahead=ahead, apart=apart)
             if self._is_alone:
                 for body, _, _ in self._before_corrections(plan):
                     body()
@@ -423,11 +427,9 @@ class FusedRounds:
     def _before_corrections(self, plan: Round) -> list[tuple[Body, Program, Hashable]]:
         """Return what is done with all learners' gradients before they step: bodies, programs and variants."""
         found: list[tuple[Body, Program, Hashable]] = []
-        if plan.compares:
+        if plan.compares and not self._one_row:  # whose gradients are compared while each has its own
             found.append((partial(compare_gradients, [self.bodies]), self._comparison, None))
-        if self._averages_gradients:
-            found.append((partial(average_gated, [self.bodies]), self._gradient_mean, None))
-        return found
+        return found + [(body, self._gradient_mean, None) for body in self._average_gradients]
 
     def _launch(self, program: Program, body: Body, variant: Hashable) -> None:
         """Launch a program; if it cannot be captured, everything runs eagerly from this round on."""

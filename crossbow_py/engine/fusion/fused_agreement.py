@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
 
@@ -88,6 +88,8 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
         tasks.accumulate, bank.base.is_shared, bank.one_row,
     )  # fmt: skip
     require_agreement(compared)
+    if bank.one_row and tasks.compares and bank.device.type == "cuda":  # in rounds of gradients apart
+        require_agreement(replace(compared, one_row=False))
     try:
         if kernels:
             require_agreement(compared, kernels=True)
@@ -173,7 +175,7 @@ class Passes:
 
     def _learned(
         self, fused: FusedPass, batch: Batch, shared: bool, rows: range
-    ) -> tuple[Tensor, list[list[Tensor | None]]]:
+    ) -> tuple[Tensor, Iterable[list[Tensor | None]]]:
         """Return losses, and gradients learner by learner."""
         if self.bank.one_row:
             return fused.learn_apart(batch, shared, rows)

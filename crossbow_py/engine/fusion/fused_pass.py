@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
@@ -154,11 +154,16 @@ class FusedPass:
         correct = correct_of_parts([(detached(outputs), targets)], self._tasks.ignored, size, 1)
         return Learned(losses.detach(), correct, gradients)
 
-    def learn_apart(self, batch: Batch, shared: bool, rows: Sequence[int]) -> tuple[Tensor, list[list[Tensor | None]]]:
-        """Return the losses of all learners and the gradients of some of these, also where they have one row."""
+    def learn_apart(
+        self, batch: Batch, shared: bool, rows: Sequence[int]
+    ) -> tuple[Tensor, Iterator[list[Tensor | None]]]:
+        """Return the losses of all learners and the gradients of some of these, also where they have one row.
+
+        Each learner's are computed as they are asked for, and may lie where the next one's will.
+        """
         outputs, targets = self._compared(batch, shared)
         losses = self._losses(in_format(outputs, self._tasks.bank.precision.master), targets)
-        return losses.detach(), [self._gradients(losses[row], None, keeps=True) for row in rows]
+        return losses.detach(), (self._gradients(losses[row], None, keeps=True) for row in rows)
 
     def _gradients(self, of: Tensor, given: Tensor | None, keeps: bool = False) -> list[Tensor | None]:
         """Return gradients in the order of the layout; the graph of autograd stays if it `keeps` it."""
@@ -170,9 +175,8 @@ class FusedPass:
             if any(gradient is None for gradient in found):
                 self._tasks.tell_missing_gradients(found)
             return list(found)
-        by_name = dict(zip(asked, found[1:], strict=True))
-        rows = zip(trained, self._tasks.bank.stacked_gradients(self.learners), strict=True)
-        return [row if name in graph.written else by_name[name] for name, row in rows]
+        by_name = dict(zip(asked, found[1:], strict=True)) | graph.written_gradients()
+        return [by_name[name] for name in trained]
 
     def _losses(self, outputs: Tree, targets: Tensor, share: Share | None = None) -> Tensor:
         """Return the learners' losses `[K]`, or shares of them: cross-entropy in one call, others in a loop."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -27,6 +27,7 @@ from torch.fx.node import map_arg
 
 from crossbow_py.core.errors import one_line
 from crossbow_py.core.trees import Tree, leaves
+from crossbow_py.engine.bank.layout import OwnRows
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.fusion.export import exported, first_names, outputs_of, writes_of
@@ -97,7 +98,7 @@ class FusedGraph:
             layout: leaves of autograd.
         looped: operators without a rule, which run learner by learner; known after the first run.
         notes: messages for the user about slower operation.
-        written: parameters whose gradients the backward pass writes to the bank's rows, without autograd.
+        written: parameters whose gradients the backward pass writes to rows, without autograd.
         draws: whether a run draws from the learners' generators.
         takes_channels: whether inputs are best given in the memory order of CHANNELS.
         anchor: a leaf that must be among what autograd differentiates, so that it runs the backward of every unit.
@@ -145,6 +146,7 @@ class FusedGraph:
         writes = writes_of(program)
         self._written = {node.args[0] for node, write in writes.items() if write.must_write}
         self.trained, self._others = self._bind()
+        self._trained_layout = Layout.SHARED if bank.one_row else Layout.STACK
         self._counting = self._find_counters(writes)
         self._watch_buffers()
         refusal = serves("layers", bank.device, bank.precision.compute) if kernels else None
@@ -163,6 +165,7 @@ class FusedGraph:
             step = next(step for step in self.steps if step.node is shortcut.last)
             step.arguments, step.named, step.is_unit = (shortcut.input,), {}, True
             step.rule = partial(run_shortcut, shortcut)
+        self._own_rows: OwnRows | None = None
         self._measure_units: Callable[[], list[str]] = list
         self.by_kernel: Callable[[], int] = int
         self._add_units(units)
@@ -217,17 +220,28 @@ class FusedGraph:
             step.arguments, step.named, step.is_unit = (unit.input, unit.residual), {}, True
         reads = Counter([*self._outputs.nodes, *(node for step in self.steps for node in step.reads)])
         name_of = {node.name: name for node in self._inputs if (name := self._sources[node.name][1])}
-        gradients = dict(zip(self.trained, self._bank.stacked_gradients(learners), strict=True))
-        trained, buffers = self.trained, self._bank.buffers.stacked(self._num_learners, learners.start)
+        self.written = frozenset(name_of[node.name] for unit in units for node in unit.parameters)
+        weights, gradients = self.trained, dict(zip(self.trained, self._bank.stacked_gradients(learners), strict=True))
+        if self._bank.one_row:
+            row = {name: own for name, own in weights.items() if name in self.written}
+            self._own_rows = OwnRows(row, self._num_learners, self._bank.precision.master)
+            weights, gradients = self._own_rows.weights, self._own_rows.gradients
+        buffers = self._bank.buffers.stacked(self._num_learners, learners.start)
         rules = UnitRules(
-            {node: Leaf(trained[name], gradients[name]) for node, name in name_of.items() if name in trained},
+            {node: Leaf(weights[name], gradients[name]) for node, name in name_of.items() if name in weights},
             {node: buffers[name] for node, name in name_of.items() if name in buffers},
             self.anchor,
         )
         for step, unit in steps:
             step.rule = rules.rule(unit, reads[unit.last])
-        self.written = frozenset(name_of[node.name] for unit in units for node in unit.parameters)
         self._measure_units, self.by_kernel = rules.measure, rules.by_kernel
+
+    def written_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of `written`: rows `[K, *shape]`, or sums `[*shape]` of learners in one row."""
+        if self._own_rows is None:
+            rows = zip(self.trained, self._bank.stacked_gradients(self._learners), strict=True)
+            return {name: own for name, own in rows if name in self.written}
+        return self._own_rows.summed() if self._trained_layout is Layout.SHARED else self._own_rows.gradients
 
     def measure(self) -> None:
         """Measure ways to run the graph's units, and take the fastest; see `UnitRules.measure`."""
@@ -277,6 +291,20 @@ class FusedGraph:
         others |= {name: PerLearner([each[name] for each in integers]) for name in names}
         return trained, others
 
+    @contextmanager
+    def rows_apart(self) -> Iterator[None]:
+        """In the block, have `trained` be `[K, *shape]` where learners have one row, and so each its own gradient."""
+        given, layout, count = self.trained, self._trained_layout, self._num_learners
+        rows = {name: own.detach().expand(count, *own.shape) for name, own in given.items()}
+        self.trained = {name: own.requires_grad_() for name, own in rows.items()}
+        self._trained_layout = Layout.STACK
+        self._choose_anew()
+        try:
+            yield
+        finally:
+            self.trained, self._trained_layout = given, layout
+            self._choose_anew()
+
     def run(self, inputs: Tree, shared: bool) -> Tree:
         """Return outputs `[K, B, ...]` of inputs `[K, B, ...]`, or of inputs `[B, ...]` that all learners share.
 
@@ -285,6 +313,8 @@ class FusedGraph:
         midway = isinstance(inputs, Midway)
         self._settle_for(shared, midway)
         with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
+            if self._own_rows is not None:
+                self._own_rows.refresh()
             values = self._leaves(inputs, shared)
             for step in self.cut.after if midway and self.cut else self.steps:
                 self._run_step(step, values)
@@ -394,7 +424,7 @@ class FusedGraph:
         if kind is InputKind.CONSTANT_TENSOR:
             return Fused(self._constants[name], Layout.SHARED)
         if name in self.trained:
-            return Fused(self.trained[name], Layout.SHARED if self._bank.one_row else Layout.STACK)
+            return Fused(self.trained[name], self._trained_layout)
         value = self.shared_buffers.get(name) or self._others[name]
         if isinstance(value, PerLearner) and node not in self._written:
             return Fused(torch.stack(value.tensors), Layout.STACK)  # a few integers, such as a mask or indices

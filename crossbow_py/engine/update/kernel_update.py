@@ -29,7 +29,8 @@ class KernelUpdate:
     """Corrections and averaging of a bank's learners. Enqueues on the current stream and does not block the host.
 
     Args:
-        bank: a bank in `blocks`, with float32 or float64 rows, on a device where Triton runs.
+        bank: a bank in `blocks`, with float32 or float64 rows, on a device where Triton runs. Learners in one row take
+            one step, by the gradient in `total`.
         optimizer: SGD or AdamW.
         moves: whether z moves in the same pass; else `move` does it, after the sum was all-reduced.
 
@@ -42,7 +43,7 @@ class KernelUpdate:
         from crossbow_py.engine.kernels import update as kernels  # noqa: PLC0415
 
         self._kernels, self._bank, self.moves = kernels, bank, moves
-        self._num_learners = k = bank.num_learners
+        self._num_learners = k = 1 if bank.one_row else bank.num_learners
         device, trained = bank.device, len(bank.layout.blocks)
         decayed = trained if optimizer.decay_norm_and_bias else bank.layout.count(*DECAYED)
         blocks = zip(bank.weights.offsets, bank.z.offsets, bank.layout.blocks, strict=True)
@@ -56,17 +57,17 @@ class KernelUpdate:
         self._squares = torch.zeros(len(self._tiles), k, dtype=torch.float64, device=device)
         self._total_squares = torch.zeros(len(self._tiles), dtype=torch.float64, device=device)
         self._unused_squares = torch.zeros_like(self._total_squares)  # of rounds that leave z and `total` alone
-        bank.total_squares = self._total_squares if moves else None
+        bank.total_squares = self._total_squares if moves and not bank.one_row else None
         # SGD without momentum does not change the state.
         states = [] if isinstance(optimizer, SGD) and optimizer.momentum == 0 else bank.state.values()
         self._rows = kernels.RowsToUpdate(
             weights=bank.weights.storage,
-            gradients=bank.gradients.storage,
+            gradients=(bank.total if bank.one_row else bank.gradients).storage,
             state=tuple(rows.storage for rows in states),
             shadow=bank.shadow.storage if bank.precision.has_shadow else None,
             z=bank.z.storage,
             z_prev=bank.z_prev.storage,
-            total=None if moves else bank.total.storage,
+            total=None if moves or bank.one_row else bank.total.storage,
         )
 
     @staticmethod

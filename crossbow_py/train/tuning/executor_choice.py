@@ -61,7 +61,7 @@ def choose_executor(
     rule, loss = update.rule, copied_loss(loss)
     shared = not rule.has_central_model or settings.num_learners == 1
     like = choices.precision, settings.channels_last, shared, settings.accumulate, shares_base
-    compared = partial(_comparison, Comparison(template, feed, loss, *like), choices.device, update)
+    compared = partial(_comparison, Comparison(template, feed, loss, *like), update)
     one_shape, feed = feed.one_shape, feed.for_measuring()
     fuses = choices.executor != "auto" and EXECUTORS[choices.executor].FUSES
     if fuses and (reason := why_not_fused(compared(choices.executor))):
@@ -100,9 +100,9 @@ def choose_executor(
     return chosen, [sentence, *found.notes]
 
 
-def _comparison(like: Comparison, device: torch.device, update: TorchUpdate, executor: str) -> Comparison:
+def _comparison(like: Comparison, update: TorchUpdate, executor: str) -> Comparison:
     """Return the comparison of a model's graph as an executor has it."""
-    one_row = has_one_row(executor, device, update.optimizer, update.rule.gradient_mean)
+    one_row = has_one_row(executor, update.optimizer, update.rule.gradient_mean)
     return dataclasses.replace(like, one_row=one_row)
 
 
@@ -209,5 +209,5 @@ def new_bank(
         device_index=device_index, has_velocity=has_velocity, gradient_mean=gradient_mean,
         matrices=optimizer.matrices(template), groups=optimizer.group_numbers(template),
         row_optimizer=optimizer.row_optimizer, shares_base=shares_base,
-        one_row=has_one_row(executor, choices.device, optimizer, gradient_mean),
+        one_row=has_one_row(executor, optimizer, gradient_mean),
     )  # fmt: skip

@@ -175,21 +175,21 @@ def test_loss_that_is_not_finite_stops_a_learner_that_is_alone():
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "optimizer", "mean", "expected"),
+    ("name", "optimizer", "mean", "expected"),
     [
-        ("fused", "cpu", SGD(), GradientMean(), True),
-        ("fused", "cpu", SGD(), SynchronousSGD().gradient_mean, True),
-        ("threads", "cpu", SGD(), GradientMean(), False),
-        ("fused", "cuda", SGD(), GradientMean(), False),
-        ("fused", "cpu", SGD(), GroupedSMA(group_size=2).gradient_mean, False),
-        ("fused", "cpu", SGD(), None, False),
-        ("fused", "cpu", SGD(groups=[ParameterGroup("0", clip_norm=1.0)]), GradientMean(), False),
-        ("fused", "cpu", TorchOptimizer(target="torch.optim.RMSprop"), GradientMean(), False),
-        ("auto", "cpu", SGD(), GradientMean(), False),
+        ("fused", SGD(), GradientMean(), True),
+        ("fused", SGD(), SynchronousSGD().gradient_mean, True),
+        ("threads", SGD(), GradientMean(), False),
+        ("streams", SGD(), GradientMean(), False),
+        ("fused", SGD(), GroupedSMA(group_size=2).gradient_mean, False),
+        ("fused", SGD(), None, False),
+        ("fused", SGD(groups=[ParameterGroup("0", clip_norm=1.0)]), GradientMean(), False),
+        ("fused", TorchOptimizer(target="torch.optim.RMSprop"), GradientMean(), False),
+        ("auto", SGD(), GradientMean(), False),
     ],
 )  # fmt: skip
-def test_learners_are_one_row_only_where_they_cannot_part(name, device, optimizer, mean, expected):
-    assert has_one_row(name, torch.device(device), optimizer, mean) is expected
+def test_learners_are_one_row_only_where_they_cannot_part(name, optimizer, mean, expected):
+    assert has_one_row(name, optimizer, mean) is expected
 
 
 def test_round_of_one_row_has_one_step_whatever_the_number_of_learners():
