@@ -204,7 +204,7 @@ def _job(config: EstimateConfig, precision: Precision, on_gpu: bool) -> Job:
     return Job(
         nn.functional.cross_entropy, config.optimizer, config.averaging, precision, config.channels_last,
         order or ("blocks" if on_gpu else "rows"), config.accumulate,
-        one_row=has_one_row(config.executor, config.optimizer, mean),
+        one_row=has_one_row(config.executor, config.optimizer, mean), has_own_rows=on_gpu,
     )  # fmt: skip
 
 

@@ -161,10 +161,7 @@ class FusedGraph:
         skipped = {node for part in parts for node in part.nodes if node is not part.last} | self._counting
         calls = [node for node in nodes if node.op == "call_function" and node not in skipped]
         self.steps = [self._step(node, writes.get(node, NOTHING)) for node in calls if not _is_assertion(node)]
-        for shortcut in shortcuts:
-            step = next(step for step in self.steps if step.node is shortcut.last)
-            step.arguments, step.named, step.is_unit = (shortcut.input,), {}, True
-            step.rule = partial(run_shortcut, shortcut)
+        self._take_shortcuts(shortcuts)
         self._own_rows: OwnRows | None = None
         self._measure_units: Callable[[], list[str]] = list
         self.by_kernel: Callable[[], int] = int
@@ -172,6 +169,14 @@ class FusedGraph:
         free_after_use(self.steps, self._outputs.nodes)
         self.cut: Cut | None = None
         self._state: tuple[bool | None, bool] = None, False  # what learners share, and whether runs begin midway
+
+    def _take_shortcuts(self, shortcuts: Sequence[Shortcut]) -> None:
+        """Have the step of each one's last node run it whole."""
+        steps = {step.node: step for step in self.steps}
+        for shortcut in shortcuts:
+            step = steps[shortcut.last]
+            step.arguments, step.named, step.is_unit = (shortcut.input,), {}, True
+            step.rule = partial(run_shortcut, shortcut)
 
     def _find_counters(self, writes: Mapping[Node, Write]) -> set[Node]:
         """Return the operators that count batches, if nothing else uses the bank's counters."""

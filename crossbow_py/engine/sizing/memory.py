@@ -137,6 +137,7 @@ class ModelSizes:
         frozen_copy_bytes: the bytes of their copies in compute precision.
         shares_base: whether all learners share these.
         one_row: whether all learners have one row of weights, gradients and state.
+        has_own_rows: whether each may then have weights and gradients of its own in kernels, as on CUDA.
     """
 
     parameters: tuple[int, ...]
@@ -155,6 +156,7 @@ class ModelSizes:
     frozen_copy_bytes: int = 0
     shares_base: bool = True
     one_row: bool = False
+    has_own_rows: bool = False
 
     def rows(self, num_learners: int) -> int:
         """Return the number of rows that K learners have in the bank, besides buffers."""
@@ -179,6 +181,8 @@ class ModelSizes:
         rows = (3 + self.num_states) * _rows_bytes(self.parameters, own, master, self.order)
         if self.compute_bytes != master:
             rows += _rows_bytes(self.parameters, own, self.compute_bytes, self.order)
+        if self.one_row and self.has_own_rows:
+            rows += k * self.num_values * (self.compute_bytes + master)
         buffers = _rows_bytes(self.buffers, k, master, "blocks")
         if self.has_ema:
             buffers += _rows_bytes(self.buffers, 1, master, "blocks")
@@ -445,7 +449,8 @@ class Job:
     """The settings of training that memory depends on.
 
     `order` is that of the bank's rows, and `accumulate` the number of micro-batches of a learner's step. Frozen
-    parameters are there once if learners share their base, and everything trained if they have `one_row`.
+    parameters are there once if learners share their base, and everything trained if they have `one_row`, but for
+    what kernels need of each.
     """
 
     loss: Loss
@@ -457,6 +462,7 @@ class Job:
     accumulate: int = 1
     shares_base: bool = True
     one_row: bool = False
+    has_own_rows: bool = False
 
 
 def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
@@ -486,4 +492,5 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
         frozen_copy_bytes=sum(frozen[name].numel() for name in copied) * compute,
         shares_base=job.shares_base,
         one_row=job.one_row,
+        has_own_rows=job.has_own_rows,
     )

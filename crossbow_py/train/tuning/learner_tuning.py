@@ -96,7 +96,7 @@ def learner_bound(
     order = EXECUTORS[choices.executor].ORDER or ("rows" if choices.device.type == "cpu" else "blocks")
     job = Job(
         loss, optimizer, rule, choices.precision, settings.channels_last, order, settings.accumulate, shares_base,
-        has_one_row(choices.executor, optimizer, rule.gradient_mean),
+        has_one_row(choices.executor, optimizer, rule.gradient_mean), choices.device.type == "cuda",
     )  # fmt: skip
     try:
         fitting = learners_that_fit(
