@@ -82,7 +82,7 @@ test-all: setup $(ZOO_STAMP)  ## everything, also what takes minutes or wants th
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
 	$(BIN)/python -m pytest -m slow
 	$(SIMULATED) -m 'gpu and slow' $(ON_CUDA)
-	TRITON_INTERPRET=1 $(SIMULATED) -m gpu tests/gpu/test_executors.py
+	TRITON_INTERPRET=1 $(SIMULATED) -m gpu tests/gpu/test_executors.py tests/gpu/test_one_row.py
 
 gpu: $(GPU_SETUP)  ## what a GPU can be trusted with, its tests, and all that is to be measured on it; nothing stops the rest
 	@$(ON_GPU) -c '$(HAS_CUDA)'
