@@ -19,6 +19,7 @@ import torch
 from crossbow_py.engine.device import graphs
 from crossbow_py.engine.trust import assumed
 from tests.fork_server import one_for_all
+from tests.long_cases import is_long
 from tests.triton_version import has_interpreter
 
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True, database=None)
@@ -78,7 +79,12 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` run by themselves, where there is CUDA."""
+    """Some cases are long; tests marked `gpu` run by themselves, where there is CUDA."""
+    for item in items:
+        path, case = item.path.relative_to(Path(__file__).parent).as_posix(), getattr(item, "callspec", None)
+        if is_long(f"{path}::{item.name.partition('[')[0]}", "" if case is None else case.id):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.long)
     if _on_gpu(config):
         return
     for item in items:

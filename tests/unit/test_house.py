@@ -19,6 +19,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from crossbow_py.core.version import __version__
+from tests.long_cases import long_cases
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "crossbow_py").rglob("*.py"))
@@ -117,3 +118,13 @@ def test_constraints_pin_every_declared_dependency_within_its_range() -> None:
     # Triton comes with CUDA builds of torch, each with a version of its own.
     requirements = [need for need in map(Requirement, declared) if need.name != "triton"]
     assert [str(need) for need in requirements if not need.specifier.contains(pins.get(need.name, "0"))] == []
+
+
+def test_cases_left_to_long_runs_are_of_tests_that_are_there() -> None:
+    gone = []
+    for test in long_cases():
+        path, _, name = test.partition("::")
+        file = ROOT / "tests" / path
+        if not file.exists() or f"def {name}(" not in file.read_text():
+            gone.append(test)
+    assert gone == []

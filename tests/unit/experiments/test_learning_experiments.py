@@ -39,7 +39,7 @@ GRIDS: dict[str, Grid] = {
 # Composing a configuration takes a tenth of a second, so of most grids only a few cells are, but in a long test.
 QUICK = "time_to_accuracy/lenet"
 LONG = [pytest.mark.slow, pytest.mark.long]
-COUNTS = {"some": (4, [pytest.mark.slow]), "all": (None, LONG)}
+COUNTS = {"some": (1, [pytest.mark.slow]), "all": (None, LONG)}
 
 
 @pytest.mark.parametrize(("name", "count"), [
