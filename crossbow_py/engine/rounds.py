@@ -420,14 +420,18 @@ class RoundTasks:
             self.update.prepare_shared(bank, summed, self._summed_scale(outcome))
 
     def correct_one_row(
-        self, gradients: Sequence[Tensor | None], outcome: RoundOutcome, alone: Callable[[], Iterable[list[Tensor]]]
-    ) -> None:
+        self, gradients: Sequence[Tensor | None], outcome: RoundOutcome, alone: Callable[[], Iterable[list[Tensor]]],
+        others: Sequence[Sequence[Tensor | None]] = (),
+    ) -> None:  # fmt: skip
         """Step the one row of all learners by the mean of their gradients, given the sum, in layout order.
 
-        If the sum is not finite, gradients that are not are left out: `alone` gives those of each learner.
+        Sums of `others` are added to it; an empty one is zero. If the whole is not finite, gradients that are not are
+        left out: `alone` gives those of each learner.
         """
         bank, update = self.bank, self.update
         copy_present(bank.summed_gradients, gradients)
+        for own in filter(None, others):
+            add_present(bank.summed_gradients, own)
         summed = self.summed_rows[0]
         outcome.gradient_norm = update.gradient_norm(summed)
         if not all(map(math.isfinite, [*outcome.losses, outcome.gradient_norm])):
@@ -456,10 +460,10 @@ class RoundTasks:
         outcome.comparison = comparison_of(gradients())
         return bank.summed_gradients
 
-    def gradients_alone(self, plan: Round, batch: Batch, shared: bool) -> Iterator[list[Tensor]]:
+    def gradients_alone(self, plan: Round, batch: Batch, shared: bool, learners: range) -> Iterator[list[Tensor]]:
         """Yield each learner's gradient by its module, on its part of `[K, B, ...]` or the batch that all share."""
-        for learner in range(self.bank.num_learners):
-            own = batch if shared else batch.map(itemgetter(learner))
+        for row, learner in enumerate(learners):
+            own = batch if shared else batch.map(itemgetter(row))
             self.seed_dropout(learner, plan)
             with kept_buffers(self.bank.module(learner)), OwnDraws(self.bank.generators[learner]):
                 found = self._gradient_in_parts(learner, own, self.accumulate)

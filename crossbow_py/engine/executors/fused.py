@@ -219,7 +219,7 @@ class FusedExecutor(Executor):
         plan, tasks, shared = outcome.plan, self.tasks, self._pass.shares(outcome.plan)
 
         def alone() -> Iterator[list[Tensor]]:
-            return tasks.gradients_alone(plan, self._pass.inputs(plan), shared)
+            return tasks.gradients_alone(plan, self._pass.inputs(plan), shared, self._pass.learners)
 
         with self.computing(), self.span("update", ALL_LEARNERS, plan.index):
             tasks.correct_one_row(gradients, outcome, alone)

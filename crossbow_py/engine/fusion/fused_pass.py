@@ -122,6 +122,8 @@ class FusedPass:
         assert not self.graph.written, "kernels write gradients to where those of micro-batches are added"
         bank, losses, parts = tasks.bank, list[Tensor](), list[Compared]()
         rows = bank.summed_gradients if bank.one_row else bank.stacked_gradients(self.learners)
+        if bank.one_row and self.learners.start:  # beside others, of which the first has that row
+            rows = [torch.empty_like(own) for own in rows]
         for part, share in tasks.micro_batches(batch, lead):
             # A copy, because operators over learners need those of a part end to end.
             outputs, targets = self._compared(part if shared else part.map(torch.clone), shared)

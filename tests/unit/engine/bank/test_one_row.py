@@ -10,7 +10,9 @@ from torch import nn
 
 from crossbow_py.averaging import GradientMean, GroupedSMA, SynchronousSGD
 from crossbow_py.engine.executors import SerialExecutor, has_one_row
+from crossbow_py.engine.executors.base import even_groups
 from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.executors.fused_threads import FusedThreadsExecutor
 from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.update.groups import ParameterGroup
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Muon, TorchOptimizer
@@ -22,6 +24,7 @@ from tests.support import (
     make_tasks,
     norm_model,
     plan,
+    poison,
     run,
 )
 
@@ -120,6 +123,23 @@ def test_one_row_by_native_code_is_close_to_a_row_each(precision, tolerance):
     assert_learners_equal(ours.bank, reference.bank, tolerance)
 
 
+@pytest.mark.parametrize("what", ["micro-batches", "compared", "poisoned"])
+def test_groups_on_threads_add_up_to_one_step(what, monkeypatch):
+    monkeypatch.setattr(FusedThreadsExecutor, "groups_of", staticmethod(lambda count: even_groups(count, 2)))
+    options = {"accumulate": 2, "optimizer": SGD(clip_norm=0.3)} if what == "micro-batches" else {}
+    model = {} if what == "poisoned" else {"make_model": images, "data": PICTURES}
+    ours, reference = pair(**model, **options, compares=what == "compared")
+    for tasks in (ours, reference) if what == "poisoned" else ():
+        poison(tasks, plan(tasks, 1).starts[2], math.inf)
+    found, expected = run(FusedThreadsExecutor(ours), ours, 4), run(SerialExecutor(reference), reference, 4)
+    assert_learners_equal(ours.bank, reference.bank)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.losses == pytest.approx(theirs.losses, rel=1e-8, nan_ok=True) and mine.finite == theirs.finite
+        assert mine.comparison == (theirs.comparison and pytest.approx(theirs.comparison, rel=1e-9))
+    assert (found[1].finite == [True, True, False]) is (what == "poisoned")
+    assert (found[0].comparison is not None) is (what == "compared")
+
+
 def test_weights_gradients_and_state_are_there_once_and_buffers_for_each():
     ours, alone = pair(images, optimizer=AdamW())[0].bank, pair(images, optimizer=AdamW(), num_learners=1)[1].bank
     for own, one in zip(rows_of(ours), rows_of(alone), strict=True):
@@ -179,6 +199,7 @@ def test_loss_that_is_not_finite_stops_a_learner_that_is_alone():
     [
         ("fused", SGD(), GradientMean(), True),
         ("fused", SGD(), SynchronousSGD().gradient_mean, True),
+        ("fused_threads", SGD(), GradientMean(), True),
         ("threads", SGD(), GradientMean(), False),
         ("streams", SGD(), GradientMean(), False),
         ("fused", SGD(), GroupedSMA(group_size=2).gradient_mean, False),
