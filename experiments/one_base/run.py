@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, w
 from experiments.before_and_now.run import tree_of
 from experiments.bench.machine import ROOT
 from experiments.bench.program import count, measure_and_write, measuring_parser
+from experiments.bench.results import read_results
+from experiments.many_models.run import CORES, PLAIN, images_per_s
 from experiments.tables.markdown import NONE, markdown_table
 
 _SIDE = Path(__file__).with_name("side.py")
@@ -69,11 +72,7 @@ def result_text(result: Mapping[str, Any]) -> str:
     rows = []
     known = {run["job"] for run in result["runs"]}
     for (job, number), what in ((own, what) for own, what in JOBS.items() if own[0] in known):
-
-        def of(side: str, key: str, job: str = job, number: int = number) -> float | None:
-            runs = [run for run in result["runs"] if (run["job"], run["count"], run["side"]) == (job, number, side)]
-            return median(run[key] for run in runs) / 1e6 if runs else None
-
+        of = partial(_megabytes, result, job, number)
         now = [of("now", key) for key in ("held", "resident", "peak")]
         before = [of("before", key) for key in ("held", "resident")]
         ratio = NONE if before[0] is None or now[0] is None else f"{now[0] / before[0]:.2f}"
@@ -83,7 +82,40 @@ def result_text(result: Mapping[str, Any]) -> str:
     return markdown_table(_HEAD, rows)
 
 
+def _megabytes(result: Mapping[str, Any], job: str, number: int, side: str, key: str) -> float | None:
+    runs = [run for run in result["runs"] if (run["job"], run["count"], run["side"]) == (job, number, side)]
+    return median(run[key] for run in runs) / 1e6 if runs else None
+
+
+def summary_text(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """What one base and one row gain in all: of this experiment, of many_models and of averaged_gradients."""
+    of = partial(_megabytes, results["cpu"])
+    finetune = of("finetune", 1, "now", "held"), of("finetune", 1, "before", "held")
+    adapters = [_megabytes(results["adapters"], "adapters", number, "now", "held") for number in (16, 1)]
+    rows = [
+        ["tensors of 16 adapters ÷ of one", _ratio(*adapters)],
+        ["tensors of a run of which 95 % is frozen ÷ before", _ratio(*finetune)],
+    ]
+    for task, what in (("adapters", "16 adapters"), ("probes", "16 linear layers")):
+        runs = [run for run in read_results("many_models")["frozen"]["runs"] if run["task"] == task]
+        rates = [images_per_s(runs, side) for side in ("many", PLAIN, CORES)]
+        rows.append([f"{what}: samples/s ÷ one after another · ÷ a process a core",
+                     f"{_ratio(*rates[:2])} · {_ratio(rates[0], rates[2])}"])  # fmt: skip
+    equal = read_results("averaged_gradients")["cpu"]["rows"]
+    for model in dict.fromkeys(row["model"] for row in equal):
+        own = max((row for row in equal if row["model"] == model and row["bytes"] <= 1.1 * row["bytes_of_one"]
+                   and row["side"] != "tuned_single"), key=lambda row: row["ratios"]["median"])  # fmt: skip
+        what = f"8 equal learners of {model} by {own['side']}: images/s · bytes ÷ one model's"
+        rows.append([what, f"{own['ratios']['median']:.2f} · {own['bytes'] / own['bytes_of_one']:.2f}"])
+    return markdown_table(["", "ratio"], rows)
+
+
+def _ratio(own: float | None, other: float | None) -> str:
+    return f"{own / other:.2f}" if own and other else NONE
+
+
 TABLES = {"all": result_text}
+TABLES_OVER_ALL = {"summary": summary_text}
 
 if __name__ == "__main__":
     raise SystemExit(main())
