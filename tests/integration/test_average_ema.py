@@ -123,6 +123,7 @@ def test_learners_that_come_and_go_leave_the_ema_and_its_horizon_in_samples() ->
     assert_is(result, reference(seen, 200))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fp64")
 def test_ema_of_a_run_that_the_auto_tuner_grows_is_that_of_what_z_was() -> None:
     trainer = trainer_of(num_learners="auto", max_learners=4)

@@ -68,6 +68,7 @@ def epochs_recorded(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(line["samples_seen"], line[name]) for line in lines] for tag, name in CURVES.items()}
 
 
+@pytest.mark.slow
 def test_run_in_both_services_is_what_metrics_jsonl_has_also_when_it_goes_on(services: Any) -> None:
     words = ["logger=[mlflow,wandb]", "output_dir=run"]
     assert train("max_epochs=2", *words) == 0

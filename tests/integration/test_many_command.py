@@ -51,6 +51,7 @@ def test_members_begin_with_the_weights_of_a_file() -> None:
     assert [each["test_loss"] for each in found] == pytest.approx([base, base], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_study_of_folds_seeds_and_settings_leaves_its_table_and_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(STUDY) == 0
     said = capsys.readouterr()

@@ -16,6 +16,7 @@ from crossbow_py.engine.modules import precision
 from crossbow_py.schedules import MultiStep
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
+from tests.thinned import thinned
 from tests.trainers import Recorder, image_model, image_trainer, images, measured, weights
 
 EXECUTORS = ["serial", "threads"]
@@ -54,28 +55,46 @@ def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"executor": "serial"},
-        {"executor": "threads"},
-        {"executor": "threads", "precision": "bf16"},
-        {"executor": "threads", "augmentation": Augmentation(2, flip="alternating", random_erasing=0.5)},
-        {"executor": "threads", "num_learners": 3, "averaging": SMA(averaging_period=3)},
-        {"executor": "threads", "averaging": SMA(batch_norm="mean")},
-        {"executor": "serial", "num_learners": 1, "optimizer": SGD(momentum=0.9, weight_decay=1e-3)},
-        {"averaging": Elastic(averaging_period=2)},
-        {"averaging": LocalSGD(averaging_period=2, quadratic_period=0.02)},
-        {"executor": "threads", "averaging": DiLoCo(averaging_period=2)},
-        {"averaging": SlowMo(averaging_period=2, learner_momentum="average")},
-        {"averaging": PAPA(averaging_period=2, pull=0.2), "executor": "fused"},
-        {"averaging": SynchronousSGD(), "executor": "fused"},
-        {"averaging": GroupedSMA(group_size=2), "num_learners": 4, "executor": "threads"},
-        {"averaging": SMA(average_ema=4.0), "executor": "threads"},
-        {"averaging": SMA(average_ema=1.0), "num_learners": 1},
-        {"averaging": SynchronousSGD(average_ema=4.0)},
-    ],
+    thinned(
+        [
+            {"executor": "serial"},
+            {"executor": "threads"},
+            {"executor": "threads", "precision": "bf16"},
+            {"executor": "threads", "augmentation": Augmentation(2, flip="alternating", random_erasing=0.5)},
+            {"executor": "threads", "num_learners": 3, "averaging": SMA(averaging_period=3)},
+            {"executor": "threads", "averaging": SMA(batch_norm="mean")},
+            {"executor": "serial", "num_learners": 1, "optimizer": SGD(momentum=0.9, weight_decay=1e-3)},
+            {"averaging": Elastic(averaging_period=2)},
+            {"averaging": LocalSGD(averaging_period=2, quadratic_period=0.02)},
+            {"executor": "threads", "averaging": DiLoCo(averaging_period=2)},
+            {"averaging": SlowMo(averaging_period=2, learner_momentum="average")},
+            {"averaging": PAPA(averaging_period=2, pull=0.2), "executor": "fused"},
+            {"averaging": SynchronousSGD(), "executor": "fused"},
+            {"averaging": GroupedSMA(group_size=2), "num_learners": 4, "executor": "threads"},
+            {"averaging": SMA(average_ema=4.0), "executor": "threads"},
+            {"averaging": SMA(average_ema=1.0), "num_learners": 1},
+            {"averaging": SynchronousSGD(average_ema=4.0)},
+        ],
+        quick=[1, 3, 4, 8, 11, 12, 15],
+        slow=[0, 2, 5, 6, 7, 9, 10, 13, 14, 16],
+    ),
     ids=[
-        "serial", "threads", "bf16", "erasing", "three learners", "means", "one learner", "elastic", "local_sgd",
-        "diloco", "slowmo", "papa", "synchronous_sgd", "grouped_sma", "ema", "ema of one learner",
+        "serial",
+        "threads",
+        "bf16",
+        "erasing",
+        "three learners",
+        "means",
+        "one learner",
+        "elastic",
+        "local_sgd",
+        "diloco",
+        "slowmo",
+        "papa",
+        "synchronous_sgd",
+        "grouped_sma",
+        "ema",
+        "ema of one learner",
         "ema of synchronous_sgd",
     ],
 )

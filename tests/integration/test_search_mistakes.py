@@ -64,8 +64,10 @@ def files() -> list[str]:
         (["maximize=true"], ["maximize=true is for a metric of metrics, got metric=accuracy; leave it out"]),
         (["metric=f1", *F1], ["metric=f1 does not say whether greater is better; set maximize=true"]),
         (["metric=f1/11", "maximize=true", *F1], ["metric=f1/11 is none of what the metrics give, f1; set one of"]),
-        (["metric=f1", "maximize=true", F1[0], "metrics.f1.num_classes=3"],
-         ["metrics['f1'] cannot take the model's output [2, 10] with targets [2]"]),
+        (
+            ["metric=f1", "maximize=true", F1[0], "metrics.f1.num_classes=3"],
+            ["metrics['f1'] cannot take the model's output [2, 10] with targets [2]"],
+        ),
         (["metric=f1", "maximize=true", F1[0]], ["metrics.f1.target=tests.state_metrics.MacroF1 cannot be made"]),
         (["sampler.n_startup_trials=3"], ["sampler must be a name", "a function that takes a seed"]),
         (["direction=maximize"], ["unknown key direction; did you mean 'maximize'?"]),

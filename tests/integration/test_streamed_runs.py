@@ -20,6 +20,7 @@ from crossbow_py.schedules import Constant
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from crossbow_py.train.evaluation.current_models import final_states
+from tests.thinned import thinned
 from tests.trainers import Recorder, image_trainer, images, weights
 
 
@@ -111,7 +112,7 @@ def test_waiting_for_slow_data_is_counted_and_none_for_data_on_the_device(tmp_pa
     assert read_summary(tmp_path / "resident")["data_wait_share"] is None
 
 
-@pytest.mark.parametrize(("executor", "num_workers"), [("serial", 0), ("threads", 1)])
+@pytest.mark.parametrize(("executor", "num_workers"), thinned([("serial", 0), ("threads", 1)], quick=[0], slow=[1]))
 def test_bad_sample_stops_the_run_with_a_checkpoint_of_all_that_was_trained(tmp_path, executor, num_workers):
     options: dict[str, Any] = {"num_workers": num_workers, "executor": executor}
     recorder = Recorder()

@@ -145,9 +145,7 @@ def test_trace_of_more_tasks_than_it_holds_is_cut_off_with_one_message(
     recorder = Recorder()
     make_trainer(output_dir=tmp_path, trace=True, callbacks=[recorder]).fit(max_rounds=3)
     assert len(read_trace(tmp_path)) == 7
-    assert recorder.of("message") == [
-        "The timeline has the first 7 tasks of the run; the 8 after them were dropped."
-    ]
+    assert recorder.of("message") == ["The timeline has the first 7 tasks of the run; the 8 after them were dropped."]
 
 
 def test_command_with_trace_says_where_the_timeline_is(

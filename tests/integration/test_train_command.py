@@ -22,6 +22,7 @@ from crossbow_py.telemetry.screen import fact
 from crossbow_py.train.__main__ import main
 from tests.event_files import read_events
 from tests.said import error_line
+from tests.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 DIGITS = ["+experiment=digits", "model.hidden=[32]", "device=cpu", "precision=fp32"]
@@ -230,7 +231,11 @@ def test_multirun_with_an_impossible_job_runs_none(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("number", "status", "code"),
-    [(signal.SIGTERM, "terminated", EXIT_TERMINATED), (signal.SIGINT, "interrupted", EXIT_INTERRUPTED)],
+    thinned(
+        [(signal.SIGTERM, "terminated", EXIT_TERMINATED), (signal.SIGINT, "interrupted", EXIT_INTERRUPTED)],
+        quick=[0],
+        slow=[1],
+    ),
 )
 def test_signal_in_the_middle_writes_a_checkpoint_and_resume_auto_takes_it_up(
     number: signal.Signals, status: str, code: int, monkeypatch: pytest.MonkeyPatch

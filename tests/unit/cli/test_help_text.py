@@ -72,6 +72,7 @@ def test_help_text_of_search_shows_a_space_that_can_be_parsed() -> None:
     assert len(dataclasses.replace(config, space=plain).parsed_space.parameters) == 4
 
 
+@pytest.mark.slow
 def test_help_text_of_search_shows_commands_that_can_be_composed() -> None:
     shown = [line.strip() for line in help_text(SearchConfig).splitlines() if line.startswith("  python -m")]
     assert len(shown) == 5

@@ -186,7 +186,10 @@ def test_stop_while_packs_have_made_room_keeps_where_segments_stand(
 
 @pytest.mark.parametrize(
     ("most_samples", "batches"),
-    [(30, [30]), pytest.param(10, [30, 15, 7], marks=[pytest.mark.slow, pytest.mark.long])],
+    [
+        pytest.param(30, [30], marks=pytest.mark.slow),
+        pytest.param(10, [30, 15, 7], marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
 )
 def test_trial_that_cannot_be_measured_in_the_memory_packs_leave_is_measured_without_them(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, expected: Expected, most_samples: int, batches: list[int]

@@ -202,6 +202,7 @@ class Masked(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_members_of_other_frozen_values_and_widths_learn_what_each_learns_alone() -> None:
     draws = torch.Generator().manual_seed(0)
     data = torch.randn(24, 4, generator=draws), torch.randint(0, 3, (24,), generator=draws)

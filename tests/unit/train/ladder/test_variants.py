@@ -107,6 +107,7 @@ def test_whatever_a_round_of_resnet20_launches_was_launched(
         assert any("tf32" in form for form in made)  # as runs do unless they are told otherwise
 
 
+@pytest.mark.slow
 def test_erasing_and_several_ranks_were_launched(launched: tuple[Precision, set[Form]]) -> None:
     _, before = launched
     gathers = [dict(form[2:]) for form in before if form[0] == "_gather"]
@@ -137,6 +138,7 @@ def geometries(name: str) -> list[Geometry]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet32", "resnet50", "vgg16"])
 def test_tiles_of_models_were_launched(name: str, launched: tuple[Precision, set[Form]]) -> None:
     precision, before = launched

@@ -13,6 +13,7 @@ from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.modules.precision import FP32, FP64
 from tests.support import features
+from tests.thinned import thinned
 from tests.unit.engine.fusion.test_fusion import assert_equal, maker, run
 from tests.unit.engine.fusion.trio import K, Trio, three_of
 
@@ -142,7 +143,7 @@ def check(model: nn.Module, training: bool = True, looped: Sequence[str] | None 
 ARRIVALS = [*((name, "scaled") for name in LAYERS), *((name, how) for name in STATES for how in ("raw", "mixed"))]
 
 
-@pytest.mark.parametrize(("name", "arrives"), ARRIVALS)
+@pytest.mark.parametrize(("name", "arrives"), thinned(ARRIVALS, quick=range(0, len(ARRIVALS), 2), slow=range(33)))
 def test_recurrent_layer_of_three_learners_equals_three_modules(name, arrives):
     check(Layer(LAYERS[name](), arrives))
 
