@@ -48,7 +48,7 @@ def test_metric_that_fails_on_one_rank_ends_the_other_too():
     assert time.monotonic() - begun < SOON_S
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("executor", thinned(["serial", "threads"], quick=[1], slow=[0]))
 def test_rank_that_ends_is_noticed_at_once(tmp_path, executor):
     begun = time.monotonic()
     arguments = ({"executor": executor}, 5, "exit", str(tmp_path / "stderr"))

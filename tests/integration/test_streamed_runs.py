@@ -167,6 +167,7 @@ def test_killed_worker_stops_the_run_with_its_sample_and_a_checkpoint(tmp_path):
     assert resumed.status == "finished"
 
 
+@pytest.mark.slow
 def test_signal_that_reaches_the_workers_too_is_an_orderly_stop(tmp_path):
     trainer = trainer_of(
         tmp_path, train_data=Pictures(200, seconds=0.01), num_workers=1, callbacks=[KillWorkers(also_this=True)]

@@ -86,6 +86,7 @@ def test_threads_overlap_averaging_with_the_next_round_and_streams_run_one_task_
         assert all(averaging.end <= correction.start + NANOSECOND for correction in found["correction", n + 1])
 
 
+@pytest.mark.slow
 def test_moves_of_the_ema_are_spans_of_the_averaging_row_after_their_rounds(tmp_path: Path) -> None:
     # 64 samples a round, 1,024 an epoch: a twentieth of 4 epochs is 3.2 rounds.
     found = by_task(traced(tmp_path, executor="threads", batch_size=16, averaging=SMA(average_ema=4.0)))

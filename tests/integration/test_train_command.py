@@ -251,6 +251,7 @@ def test_signal_in_the_middle_writes_a_checkpoint_and_resume_auto_takes_it_up(
     assert [line["epoch"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_multirun_ends_with_the_job_that_was_stopped_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ConsoleListener, "on_epoch", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert train("-m", "max_epochs=3", "seed=1,2", "output_dir=sweep") == EXIT_TERMINATED
@@ -298,6 +299,7 @@ def test_memory_that_does_not_hold_a_run_is_one_error_line_and_exit_code_1(
     assert "python -m crossbow_py.estimate" in said
 
 
+@pytest.mark.slow
 def test_multirun_without_output_dir_names_folders_after_what_is_swept(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("-m", "seed=1,2", "max_rounds=1") == 0
     (folder,) = Path("runs/digits").iterdir()

@@ -62,6 +62,7 @@ def test_help_text_of_search_has_the_values_that_hold_for_a_search() -> None:
     assert not {"num_learners", "trace", "averaging"} & said.keys()
 
 
+@pytest.mark.slow
 def test_help_text_of_search_shows_a_space_that_can_be_parsed() -> None:
     lines = help_text(SearchConfig).splitlines()
     begin = lines.index("  space:")

@@ -152,6 +152,7 @@ class WritesLater(nn.Module):
         return found
 
 
+@pytest.mark.slow
 def test_a_base_that_is_written_later_ends_the_call_and_not_its_own_members_alone() -> None:
     def still() -> nn.Module:
         model = WritesLater()

@@ -197,6 +197,7 @@ class Watch:
         self.stops += 1
 
 
+@pytest.mark.slow
 def test_threads_of_the_only_pack_may_sleep_beside_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     watches: list[Watch] = []
     monkeypatch.setattr(slots, "busy_cores", lambda executor, kind: watches.append(Watch()) or watches[-1])
@@ -390,6 +391,7 @@ def test_other_settings_in_the_same_folder_train_anew(tmp_path: Path) -> None:
     assert train([Member()], output_dir=tmp_path, data=blobs(61)).images_per_s
 
 
+@pytest.mark.slow
 def test_models_losses_metrics_and_data_that_differ_in_what_no_name_shows_have_results_of_their_own(
     tmp_path: Path,
 ) -> None:

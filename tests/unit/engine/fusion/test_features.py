@@ -89,6 +89,7 @@ def test_members_train_to_the_same_bits_and_a_frozen_base_runs_in_the_first_epoc
     assert rounds - trials <= 96 if orders[0] is None else rounds - trials <= 3 * 96
 
 
+@pytest.mark.slow
 def test_learners_that_average_train_to_the_same_bits() -> None:
     def weights(cache: Any) -> dict[str, Tensor]:
         trainer = Trainer(
@@ -101,6 +102,7 @@ def test_learners_that_average_train_to_the_same_bits() -> None:
     assert all(torch.equal(value, expected[name]) for name, value in weights("auto").items())
 
 
+@pytest.mark.slow
 def test_features_of_buffers_that_a_callback_has_written_since_are_forgotten() -> None:
     def weights(cache: Any) -> Tensor:
         trainer = Trainer(

@@ -21,6 +21,8 @@ from crossbow_py.telemetry.loggers.mlflow_logger import MLflowLogger, MLflowTrac
 from crossbow_py.telemetry.loggers.tracker import Subject, TrialRun
 from tests.trackers import mlflow_template
 
+pytestmark = pytest.mark.slow  # importing MLflow alone takes seconds
+
 mlflow = pytest.importorskip("mlflow")
 
 
