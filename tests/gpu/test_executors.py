@@ -112,7 +112,6 @@ def test_streams_after_twenty_rounds_in_float64_equal_serial(optimizer, order, r
             [SGD(nesterov=True, clip_norm=0.5, weight_decay=1e-3), AdamW(weight_decay=0.1)],
         ),
         quick=[0, 3],
-        slow=[1, 2],
     ),
 )
 def test_dropout_and_a_rate_that_changes_every_round_capture_once_and_equal_serial(executor, optimizer):
@@ -153,7 +152,7 @@ def test_gradients_are_compared_as_by_serial(executor, rule, num_learners):
     thinned(
         itertools.product([WARM_UP_ROUNDS, WARM_UP_ROUNDS + 1, WARM_UP_ROUNDS + 2], [FusedExecutor, StreamsExecutor]),
         quick=[2, 3, 4],
-        slow=[0, 1, 5],
+        slow=[5],
     ),
 )
 def test_batch_norm_counts_neither_warm_up_nor_capture(executor, num_rounds):

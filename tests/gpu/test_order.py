@@ -43,10 +43,10 @@ of_both = pytest.mark.parametrize("executor", [FusedExecutor, StreamsExecutor], 
 RULES = [SMA(), SMA(averaging_period=3), SynchronousSGD(), GroupedSMA(group_size=2)]
 
 
-def of_rules(quick):
-    """Each rule, and each executor, a few of both together in `make test`."""
+def of_rules(quick, slow=()):
+    """Each rule, and each executor; all of both together in `make test-all`."""
     cases = itertools.product(RULES, [FusedExecutor, StreamsExecutor])
-    return pytest.mark.parametrize(("rule", "executor"), thinned(cases, quick, slow=range(8)))
+    return pytest.mark.parametrize(("rule", "executor"), thinned(cases, quick, slow))
 
 
 def dense():
@@ -141,7 +141,7 @@ def test_rounds_one_after_another_equal_serial(executor, rule):
     assert device.captured
 
 
-@of_rules(quick=[1, 4])
+@of_rules(quick=[1, 4], slow=[3, 6])
 def test_rounds_that_sum_with_another_device_equal_serial_and_capture_no_sum(executor, rule):
     device = assert_as_serial(executor, rule=rule, collective=Twins)
     assert device.captured
@@ -171,7 +171,6 @@ def test_step_counts_changed_by_the_caller_are_those_of_the_next_round(executor)
     thinned(
         itertools.product([SMA(), Crossbow(averaging_period=3)], [FusedExecutor, StreamsExecutor]),
         quick=[0, 3],
-        slow=[1, 2],
     ),
 )
 def test_masks_and_rates_of_every_round_reach_its_graph(executor, rule):

@@ -48,7 +48,7 @@ def test_model_after_fit_is_that_of_the_result(rule):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.NAME)
-@pytest.mark.parametrize("num_learners", [1, 2])
+@pytest.mark.parametrize("num_learners", thinned([1, 2], quick=[1], slow=[0]))
 def test_model_after_ctrl_c_is_that_of_the_rounds_until_then(rule, num_learners):
     trainer = image_trainer(averaging=rule, num_learners=num_learners)
     with pytest.raises(KeyboardInterrupt):

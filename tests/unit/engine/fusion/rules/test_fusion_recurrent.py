@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -158,8 +159,14 @@ def test_recurrent_layer_in_evaluation_mode_equals_three_modules(name):
     check(Layer(LAYERS[name](), "scaled"), training=False)
 
 
-@pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"])
-@pytest.mark.parametrize("make", [lstm, gru, elman])
+@pytest.mark.parametrize(
+    ("make", "frozen"),
+    thinned(
+        itertools.product([lstm, gru, elman], ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"]),
+        quick=[0, 4, 8],
+        slow=range(9),
+    ),
+)
 def test_recurrent_layer_with_a_frozen_parameter_equals_three_modules(make, frozen):
     layer = make()
     getattr(layer, frozen).requires_grad_(False)
