@@ -20,6 +20,7 @@ from tests.trainers import equal_states, image_model, images, make_trainer
 
 pytestmark = pytest.mark.gpu
 
+
 def state_after(device, optimizer, precision, rounds):
     tasks = tasks_on_cuda(optimizer=optimizer, precision=precision, device=device)
     run_rounds(tasks, "serial", rounds, learning_rate=0.05)

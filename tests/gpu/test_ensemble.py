@@ -107,9 +107,7 @@ def test_ensemble_without_graphs_says_so_once(executor, monkeypatch):
     with Ensemble([dense(0), dense(1)], executor=executor, device="cuda") as ensemble:
         for size in (1, 2, 1):
             ensemble.predict(torch.randn(size, 3, 6, 6, device=CUDA))
-        assert ensemble.notes == [
-            "CUDA graphs are not used: CROSSBOW_GRAPHS is 0."
-        ]
+        assert ensemble.notes == ["CUDA graphs are not used: CROSSBOW_GRAPHS is 0."]
 
 
 def test_models_that_draw_are_run_by_streams_without_a_graph():

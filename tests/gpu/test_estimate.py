@@ -41,6 +41,7 @@ def test_rounds_take_more_with_larger_batches(executor: str) -> None:
     assert large - small > 2 * 496 * 32 * 32 * 64 * 2  # one activation of bf16 a learner, at least
 
 
+@slow_if_simulated
 def test_rounds_beyond_the_limit_run_out_of_memory_and_leave_the_device_usable() -> None:
     with within(GIB // 2, DEVICE):
         assert reserved(16_384) is None

@@ -43,6 +43,7 @@ from tests.support import (
     plan,
     poison,
 )
+from tests.thinned import pairs, thinned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("captures_work")]
 
@@ -90,16 +91,29 @@ def test_fused_after_twenty_rounds_in_float64_equals_serial(network, rule, kind)
 
 
 @pytest.mark.parametrize(
-    "optimizer", [SGD(weight_decay=1e-3), SGD(nesterov=True, clip_norm=0.5), AdamW(weight_decay=0.1)], ids=repr
+    ("rule", "order", "optimizer"),
+    pairs(
+        [SMA(), SMA(averaging_period=3), Independent()],
+        ["rows", "blocks"],
+        [SGD(weight_decay=1e-3), SGD(nesterov=True, clip_norm=0.5), AdamW(weight_decay=0.1)],
+        quick=3,
+    ),
+    ids=repr,
 )
-@pytest.mark.parametrize("order", ["rows", "blocks"])
-@pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3), Independent()])
 def test_streams_after_twenty_rounds_in_float64_equal_serial(optimizer, order, rule):
     assert_as_serial(StreamsExecutor, 20, optimizer=optimizer, order=order, rule=rule)
 
 
-@of_both
-@pytest.mark.parametrize("optimizer", [SGD(nesterov=True, clip_norm=0.5, weight_decay=1e-3), AdamW(weight_decay=0.1)])
+@pytest.mark.parametrize(
+    ("executor", "optimizer"),
+    thinned(
+        itertools.product(
+            [FusedExecutor, StreamsExecutor],
+            [SGD(nesterov=True, clip_norm=0.5, weight_decay=1e-3), AdamW(weight_decay=0.1)],
+        ),
+        quick=[0, 3],
+    ),
+)
 def test_dropout_and_a_rate_that_changes_every_round_capture_once_and_equal_serial(executor, optimizer):
     device, _ = assert_as_serial(
         executor, 20, rate=lambda n: 0.1 / (n + 1), make_model=norm_with_dropout, optimizer=optimizer
@@ -117,9 +131,9 @@ def test_any_number_of_learners_equals_serial(executor, num_learners):
     assert_as_serial(executor, 8, num_learners=num_learners)
 
 
-@of_both
-@pytest.mark.parametrize("rule", [SMA(), SynchronousSGD()], ids=lambda rule: rule.NAME)
-@pytest.mark.parametrize("num_learners", [2, 3])
+@pytest.mark.parametrize(
+    ("executor", "rule", "num_learners"), pairs([FusedExecutor, StreamsExecutor], [SMA(), SynchronousSGD()], [2, 3])
+)
 def test_gradients_are_compared_as_by_serial(executor, rule, num_learners):
     found = {}
     for kind in (executor, SerialExecutor):
@@ -133,8 +147,14 @@ def test_gradients_are_compared_as_by_serial(executor, rule, num_learners):
         assert ours == (None if expected is None else pytest.approx(expected, rel=1e-8))
 
 
-@of_both
-@pytest.mark.parametrize("num_rounds", [WARM_UP_ROUNDS, WARM_UP_ROUNDS + 1, WARM_UP_ROUNDS + 2])
+@pytest.mark.parametrize(
+    ("num_rounds", "executor"),
+    thinned(
+        itertools.product([WARM_UP_ROUNDS, WARM_UP_ROUNDS + 1, WARM_UP_ROUNDS + 2], [FusedExecutor, StreamsExecutor]),
+        quick=[2, 3, 4],
+        slow=[5],
+    ),
+)
 def test_batch_norm_counts_neither_warm_up_nor_capture(executor, num_rounds):
     _, tasks = assert_as_serial(executor, num_rounds)
     assert tasks.bank.learner_state(0)["1.num_batches_tracked"].item() == num_rounds
@@ -169,7 +189,7 @@ def test_independent_learners_that_share_their_batches_equal_serial():
     assert_learners_equal(*banks)
 
 
-@of_both
+@pytest.mark.parametrize("executor", thinned([FusedExecutor, StreamsExecutor], quick=[0], slow=[1]))
 def test_bank_that_grows_and_shrinks_goes_on_as_under_serial(executor):
     banks = []
     for kind in (executor, SerialExecutor):
@@ -265,6 +285,7 @@ def test_trace_of_fused_rounds_has_a_span_a_round():
     assert found == [("round", "all learners", n) for n in range(6)]
 
 
+@slow_if_simulated
 def test_trace_of_streams_has_every_task_on_its_row_and_averaging_after_the_corrections():
     spans = traced(StreamsExecutor, 8, make_model=deep_model, precision=FP32, data=features(512, (3, 16, 16)))
     assert len(spans) == 8 * 7
@@ -373,6 +394,6 @@ def test_kernels_of_two_learners_run_at_the_same_time(tmp_path):
         if event.get("cat") == "kernel"
     )
     assert len({stream for *_, stream in kernels}) >= 4
-    assert any(
-        second[0] < first[1] and second[2] != first[2] for first, second in itertools.pairwise(kernels)
-    ), "no two streams ran kernels at the same time"
+    assert any(second[0] < first[1] and second[2] != first[2] for first, second in itertools.pairwise(kernels)), (
+        "no two streams ran kernels at the same time"
+    )

@@ -5,6 +5,7 @@ On a simulated device (tests/simulated_cuda) these are what mutations of the pac
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -30,18 +31,22 @@ from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.train.ladder.child import _by_waits
-from tests.gpu.support import Counting, Twins
+from tests.gpu.support import Counting, Twins, slow_if_simulated
 from tests.support import assert_equal, features, plan
+from tests.thinned import thinned
 from tests.unit.data.streams import Images, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("captures_work")]
 
 IMAGES = features(48, (3, 6, 6))  # with four learners and batches of three, an epoch is four rounds
 of_both = pytest.mark.parametrize("executor", [FusedExecutor, StreamsExecutor], ids=["fused", "streams"])
-of_all_rules = pytest.mark.parametrize(
-    "rule", [SMA(), SMA(averaging_period=3), SynchronousSGD(), GroupedSMA(group_size=2)],
-    ids=["sma", "period", "sgd", "groups"],
-)  # fmt: skip
+RULES = [SMA(), SMA(averaging_period=3), SynchronousSGD(), GroupedSMA(group_size=2)]
+
+
+def of_rules(quick, slow=()):
+    """Each rule, and each executor; all of both together in `make test-all`."""
+    cases = itertools.product(RULES, [FusedExecutor, StreamsExecutor])
+    return pytest.mark.parametrize(("rule", "executor"), thinned(cases, quick, slow))
 
 
 def dense():
@@ -116,15 +121,13 @@ def late(value, stream):
 # ---- rounds
 
 
-@of_both
-@of_all_rules
+@of_rules(quick=[0, 3, 5, 6])
 def test_rounds_one_after_another_equal_serial(executor, rule):
     device = assert_as_serial(executor, rule=rule)
     assert device.captured
 
 
-@of_both
-@of_all_rules
+@of_rules(quick=[1, 4], slow=[3, 6])
 def test_rounds_that_sum_with_another_device_equal_serial_and_capture_no_sum(executor, rule):
     device = assert_as_serial(executor, rule=rule, collective=Twins)
     assert device.captured
@@ -149,8 +152,13 @@ def test_step_counts_changed_by_the_caller_are_those_of_the_next_round(executor)
     assert_as_serial(executor, 15, optimizer=AdamW(clip_norm=0.1), change=change)
 
 
-@of_both
-@pytest.mark.parametrize("rule", [SMA(), Crossbow(averaging_period=3)], ids=["every", "third"])
+@pytest.mark.parametrize(
+    ("rule", "executor"),
+    thinned(
+        itertools.product([SMA(), Crossbow(averaging_period=3)], [FusedExecutor, StreamsExecutor]),
+        quick=[0, 3],
+    ),
+)
 def test_masks_and_rates_of_every_round_reach_its_graph(executor, rule):
     device = assert_as_serial(
         executor, 14, make_model=dropping, rule=rule, optimizer=SGD(clip_norm=0.5), rate=lambda n: 0.1 / (n + 1)
@@ -258,7 +266,7 @@ import torch
 from torch import nn
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.train.ladder.child import _by_waits
-from tests.gpu.support import Counting
+from tests.gpu.support import Counting, slow_if_simulated
 from tests.gpu.test_order import make_tasks
 from tests.support import plan
 
@@ -287,6 +295,7 @@ print(said)
 """
 
 
+@slow_if_simulated
 def test_after_a_capture_that_failed_nothing_is_captured_and_the_callers_stream_is_as_before(request):
     done = subprocess.run(
         [sys.executable, "-c", FAILS], cwd=request.config.rootpath, capture_output=True, text=True, timeout=100,
@@ -382,7 +391,7 @@ def batches_of(feed, streams, num_rounds=40):
     return [type(each)(*(part.cpu() for part in each)) for each in found]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", thinned([0, 1], quick=[1], slow=[0]))
 def test_streamed_batches_on_two_streams_are_those_of_a_cpu(workers):
     augmentation = Augmentation(crop_padding=1, flip=True, random_erasing=0.5)
     ours, reference = (

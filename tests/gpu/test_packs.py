@@ -27,6 +27,7 @@ from crossbow_py.packs.width import Width
 from crossbow_py.train import run_settings
 from tests.gpu.support import HAS_KERNELS, slow_if_simulated
 from tests.searches import assert_rungs_keep_the_best, report, search_digits, segments
+from tests.thinned import thinned
 from tests.trainers import images
 from tests.unit.packs.test_pack import (
     ADAM,
@@ -102,7 +103,7 @@ def test_pack_of_different_trials_in_float64_is_what_each_is_alone(
             assert_as_alone(pack, row, alone(own))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", thinned(EXECUTORS, quick=[1, 2]))
 def test_pack_in_float32_is_after_a_round_what_each_trial_is_alone(alone: Alone, executor: str) -> None:
     one_round = BATCH / NUM_SAMPLES
     with closing(pack_of(TRIALS, executor, one_round, precision=FP32)) as pack:
@@ -136,7 +137,7 @@ def test_trial_that_takes_a_row_later_is_what_it_is_alone_and_so_is_its_neighbou
         assert_as_alone(pack, 0, alone(TRIALS[1]))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", thinned(EXECUTORS, quick=[1], slow=[2]))
 def test_trial_that_joins_a_pack_in_graphs_takes_the_row_of_one_that_leaves_unfinished(
     alone: Alone, executor: str
 ) -> None:
@@ -155,7 +156,7 @@ def test_trial_that_joins_a_pack_in_graphs_takes_the_row_of_one_that_leaves_unfi
         assert_as_alone(pack, 0, alone(TRIALS[2]))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", thinned(EXECUTORS, quick=[2], slow=[1]))
 def test_trial_that_diverges_harms_no_other(alone: Alone, executor: str) -> None:
     wild = trial(5, optimizer=SGD(learning_rate=1e30, momentum=0.0))
     with closing(pack_of([TRIALS[0], wild], executor)) as pack:
@@ -197,7 +198,7 @@ def test_packs_of_two_architectures_side_by_side_end_as_each_trial_alone(
             pack.close()
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", thinned(EXECUTORS, quick=[1], slow=[2]))
 def test_evaluation_of_members_is_that_of_each_model(executor: str) -> None:
     feed = make_feed(images(30), 1, 0, DEVICE, channels_last=True, dtype=torch.float64)
     assert_members_evaluated_as_each_model(pack_of(TRIALS, executor, epochs=0.5), feed)

@@ -136,9 +136,7 @@ def launch_what_rounds_leave_out(num_learners, precision):
         shape = (k, 16, 32, 32, 3) if order[0] == 0 else (16, 32, 32, k, 3)
         for picks in (3, 7):
             batch = torch.zeros(shape, dtype=dtype).permute(order)
-            image_kernels.gather_images(
-                table, torch.zeros(picks, k * 16, dtype=torch.int64), batch, targets, classes
-            )
+            image_kernels.gather_images(table, torch.zeros(picks, k * 16, dtype=torch.int64), batch, targets, classes)
     rows, vectors = torch.zeros(4096, 32 * k, dtype=dtype), [torch.zeros(32 * k) for _ in range(4)]
     space = batch_norm.workspace_for(4096, 32 * k, dtype, CPU)
     for relu in (True, False):

@@ -123,6 +123,7 @@ def test_learners_that_come_and_go_leave_the_ema_and_its_horizon_in_samples() ->
     assert_is(result, reference(seen, 200))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fp64")
 def test_ema_of_a_run_that_the_auto_tuner_grows_is_that_of_what_z_was() -> None:
     trainer = trainer_of(num_learners="auto", max_learners=4)
@@ -134,6 +135,7 @@ def test_ema_of_a_run_that_the_auto_tuner_grows_is_that_of_what_z_was() -> None:
     assert_is(result, reference(seen, 200))
 
 
+@pytest.mark.slow
 def test_what_is_measured_saved_and_returned_is_the_ema_and_z_goes_where_it_goes_without(tmp_path: Path) -> None:
     recorder = Recorder()
     plain = trainer_of(averaging=SMA())
@@ -179,6 +181,7 @@ def test_learner_that_went_non_finite_is_not_in_the_ema() -> None:
     assert all(value.isfinite().all() for value in result.model.state_dict().values())
 
 
+@pytest.mark.slow
 def test_statistics_of_learning_are_those_of_z() -> None:
     found = []
     for averaging in (SMA(), SMA(average_ema=5.0)):

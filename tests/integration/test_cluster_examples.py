@@ -191,6 +191,7 @@ def lost(given: Any, kept: Any, path: str = "") -> list[str]:
     return [] if given == kept else [path]
 
 
+@pytest.mark.slow
 def test_trainjob_is_one_by_its_schema_to_the_last_field() -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models")
     given = trainjob()

@@ -101,9 +101,7 @@ def test_every_variant_compiles_with_the_triton_of_each_torch(version, tmp_path)
     if subprocess.run([*pip, f"triton=={version}"], capture_output=True, check=False, timeout=600).returncode != 0:
         pytest.skip(f"pip cannot install Triton {version} here")
     try:
-        made = compiled(
-            tmp_path, "--learners", "2", "16", "--capabilities", *map(str, CAPABILITIES), triton=triton
-        )
+        made = compiled(tmp_path, "--learners", "2", "16", "--capabilities", *map(str, CAPABILITIES), triton=triton)
     finally:
         shutil.rmtree(triton)
     assert {each["kernel"] for each in made} == set(REGISTERS)

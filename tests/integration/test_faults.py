@@ -83,7 +83,8 @@ def test_kills_of_one_run_leave_the_bits_of_an_undisturbed_one(tmp_path, executo
     assert (found["corrupt"], found["ended"], found["equal_models"], found["equal_lines"]) == (0, 1, 1, 1)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", pytest.param("muon_adamw", marks=slow)])
+@slow
+@pytest.mark.parametrize("optimizer", ["muon", "muon_adamw"])
 def test_muon_killed_goes_on_with_the_bits_of_an_undisturbed_run(tmp_path, optimizer):
     options = f"optimizer={optimizer}", "model.hidden=[32,32]", "averaging=synchronous_sgd"
     folder, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
@@ -98,7 +99,8 @@ def test_muon_killed_goes_on_with_the_bits_of_an_undisturbed_run(tmp_path, optim
     assert outcome(folder) == outcome(undisturbed)
 
 
-@pytest.mark.parametrize("killed", [(1,), pytest.param((0,), marks=slow), pytest.param((0, 1), marks=slow)])
+@slow
+@pytest.mark.parametrize("killed", [(1,), (0,), (0, 1)])
 def test_ranks_killed_end_the_others_and_a_resume_equals_the_undisturbed_run(tmp_path, killed, undisturbed):
     folder = tmp_path / "run"
     with started(folder, ENDLESS) as begun:
@@ -124,7 +126,7 @@ def flip(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (flip, OTHER_HASH),
+        pytest.param(flip, OTHER_HASH, marks=slow),
         pytest.param(lambda found: os.truncate(found / part_name(1), 1000), OTHER_HASH, marks=slow),
         pytest.param(lambda found: (found / part_name(1)).unlink(), "cannot be read (FileNotFoundError", marks=slow),
         pytest.param(lambda found: (found / MANIFEST).unlink(), "has no readable manifest.json", marks=slow),

@@ -130,7 +130,7 @@ def outcome(case: Case, whole: Path, work: Path, seed: int) -> str:
 @pytest.mark.parametrize(
     "most",
     [
-        pytest.param(6, id="quick"),
+        pytest.param(4, id="quick"),
         pytest.param(None, marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)], id="all"),
     ],
 )

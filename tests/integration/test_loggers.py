@@ -68,6 +68,7 @@ def epochs_recorded(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(line["samples_seen"], line[name]) for line in lines] for tag, name in CURVES.items()}
 
 
+@pytest.mark.slow
 def test_run_in_both_services_is_what_metrics_jsonl_has_also_when_it_goes_on(services: Any) -> None:
     words = ["logger=[mlflow,wandb]", "output_dir=run"]
     assert train("max_epochs=2", *words) == 0
@@ -104,6 +105,7 @@ def test_run_without_any_logger_has_its_own_files(capsys: pytest.CaptureFixture[
     assert "curves" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_loggers_and_listeners_may_change_when_a_run_goes_on() -> None:
     assert train("max_epochs=1", "logger=[]", "output_dir=run") == 0
     again = ["logger=[tensorboard]", f"listeners=[{__name__}.Counting]"]
@@ -143,6 +145,7 @@ def test_server_that_does_not_answer_ends_the_command_and_leaves_no_folder(
     assert not Path("run").exists()
 
 
+@pytest.mark.slow
 def test_server_that_is_gone_in_the_middle_is_told_once_and_the_run_ends_well(
     services: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

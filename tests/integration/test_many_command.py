@@ -24,6 +24,7 @@ from crossbow_py.many.config import ManyConfig
 from crossbow_py.models import MLP
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.__main__ import main as train
+from tests.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 STUDY = [
@@ -51,6 +52,7 @@ def test_members_begin_with_the_weights_of_a_file() -> None:
     assert [each["test_loss"] for each in found] == pytest.approx([base, base], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_study_of_folds_seeds_and_settings_leaves_its_table_and_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(STUDY) == 0
     said = capsys.readouterr()
@@ -120,20 +122,33 @@ def test_study_that_is_killed_goes_on_to_the_same_bits() -> None:
 
 @pytest.mark.parametrize(
     ("word", "message"),
-    [
-        ("num_learners=2", "num_learners means nothing to members, which are not averaged and end by themselves;"),
-        ("averaging.averaging_period=2", "averaging.averaging_period means nothing to members"),
-        ("resume=auto", "resume means nothing to members, which are not averaged and end by themselves; the s"),
-        ("class_weights=balanced", "class_weights means nothing to members"),
-        ("folds=1", "folds must be at least 2, got 1."),
-        ("folds=2000", "folds must be between 2 and the 1501 training samples, got 2000."),
-        ("members=none.yaml", "members=none.yaml is no file; name a YAML file with a list, or write the list itself."),
-        ("members=[]", "members must be a list of mappings, such as [{optimizer.learning_rate: 0.1}], got []."),
-        ("members=[{seed: 1}]", "members: seed is the same for all; what may differ are model, optimizer, schedule, b"),
-        ("members=[{optimizer.lr: 1}]", "unknown key optimizer.lr; did you mean 'optimizer.learning_rate'?"),
-        ("members=[{batch_size: 16}, {batch_size: 16}]", "members has 2 of the name 'batch_size=16'; give each its"),
-        ("logger=[mlflow]", "logger of members is [tensorboard] or [], got ['mlflow']; leave others out."),
-    ],
+    thinned(
+        [
+            ("num_learners=2", "num_learners means nothing to members, which are not averaged and end by themselves;"),
+            ("averaging.averaging_period=2", "averaging.averaging_period means nothing to members"),
+            ("resume=auto", "resume means nothing to members, which are not averaged and end by themselves; the s"),
+            ("class_weights=balanced", "class_weights means nothing to members"),
+            ("folds=1", "folds must be at least 2, got 1."),
+            ("folds=2000", "folds must be between 2 and the 1501 training samples, got 2000."),
+            (
+                "members=none.yaml",
+                "members=none.yaml is no file; name a YAML file with a list, or write the list itself.",
+            ),
+            ("members=[]", "members must be a list of mappings, such as [{optimizer.learning_rate: 0.1}], got []."),
+            (
+                "members=[{seed: 1}]",
+                "members: seed is the same for all; what may differ are model, optimizer, schedule, b",
+            ),
+            ("members=[{optimizer.lr: 1}]", "unknown key optimizer.lr; did you mean 'optimizer.learning_rate'?"),
+            (
+                "members=[{batch_size: 16}, {batch_size: 16}]",
+                "members has 2 of the name 'batch_size=16'; give each its",
+            ),
+            ("logger=[mlflow]", "logger of members is [tensorboard] or [], got ['mlflow']; leave others out."),
+        ],
+        quick=range(0, 12, 2),
+        slow=range(12),
+    ),
 )
 def test_what_cannot_be_is_refused_on_one_line(capsys: pytest.CaptureFixture[str], word: str, message: str) -> None:
     assert main(["+experiment=digits", word]) == 2

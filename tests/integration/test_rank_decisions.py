@@ -21,6 +21,7 @@ from tests import rank_jobs
 from tests.rank_jobs import assert_alike, results
 from tests.ranks import Raised, on_ranks
 from tests.support import linear_model
+from tests.thinned import thinned
 from tests.trainers import blobs, images, measured, weights
 
 PER_ROUND = 16  # two ranks, two learners each, batches of 4
@@ -136,6 +137,7 @@ def test_ranks_whose_clocks_differ_write_checkpoints_in_the_same_rounds(tmp_path
     assert len(names_of(tmp_path)) >= 3
 
 
+@pytest.mark.slow
 def test_fit_called_twice_is_one_run(tmp_path):
     once = results(rank_jobs.train, 2, {"executor": "threads"}, {"max_rounds": 9})
     twice = results(rank_jobs.train_in_two_calls, 2, {"executor": "threads"}, {"max_rounds": 4}, {"max_rounds": 5})
@@ -148,7 +150,7 @@ def test_fit_called_twice_is_one_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGTERM, "terminated"), pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.slow)],
+    thinned([(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")], quick=[], slow=[0]),
 )
 def test_signal_to_one_rank_stops_all_in_the_same_round_with_a_checkpoint(tmp_path, number, status):
     options, stops = {"train_data": images(400), "output_dir": tmp_path}, {"max_samples": 2400}
@@ -198,7 +200,7 @@ def with_a_nan_at(position: int) -> dict[str, Any]:
 SICK = 5 * PER_ROUND + 9  # round 5, learner 2, which is the first of rank 1
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("executor", thinned(["serial", "threads"], quick=[1], slow=[0]))
 def test_learner_gone_non_finite_on_one_rank_stops_all_and_leaves_the_checkpoint_before(tmp_path, executor):
     options = {**with_a_nan_at(SICK), "executor": executor, "output_dir": tmp_path}
     found = on_ranks(rank_jobs.train_in_two_calls, 2, options, {"max_rounds": 3}, {"max_epochs": 1})
@@ -212,6 +214,7 @@ def test_learner_gone_non_finite_on_one_rank_stops_all_and_leaves_the_checkpoint
     assert (summary["status"], summary["stop_reason"]) == ("failed", "non_finite")
 
 
+@pytest.mark.slow
 def test_learner_gone_non_finite_on_the_first_rank_is_its_own_error(tmp_path):
     options = {**with_a_nan_at(5 * PER_ROUND + 5), "output_dir": tmp_path}
     first, second = on_ranks(rank_jobs.train, 2, options, {"max_epochs": 1})

@@ -16,12 +16,13 @@ from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.telemetry.records import read_summary
 from tests import rank_jobs
 from tests.ranks import Raised, answer_of, on_ranks, started
+from tests.thinned import thinned
 from tests.trainers import images
 
 SOON_S = 10.0  # beyond what is promised, for a machine that is busy
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", thinned([0, 1], quick=[1], slow=[0]))
 def test_z_that_differs_by_a_bit_on_one_of_three_ranks_is_found_and_the_rank_named(rank):
     found = on_ranks(rank_jobs.spoil_z, 3, {"executor": "serial"}, {"max_epochs": 3}, 2, rank)
     first, *others = found
@@ -47,7 +48,7 @@ def test_metric_that_fails_on_one_rank_ends_the_other_too():
     assert time.monotonic() - begun < SOON_S
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("executor", thinned(["serial", "threads"], quick=[1], slow=[0]))
 def test_rank_that_ends_is_noticed_at_once(tmp_path, executor):
     begun = time.monotonic()
     arguments = ({"executor": executor}, 5, "exit", str(tmp_path / "stderr"))
@@ -58,7 +59,7 @@ def test_rank_that_ends_is_noticed_at_once(tmp_path, executor):
     assert time.monotonic() - begun < SOON_S
 
 
-@pytest.mark.parametrize("executor", ["threads", pytest.param("serial", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("executor", thinned(["threads", "serial"], quick=[0]))
 def test_rank_that_hangs_is_named_by_the_other_which_ends(tmp_path, executor):
     stderr = tmp_path / "stderr"
     arguments = ({"executor": executor}, 5, "stop", str(stderr))
@@ -77,7 +78,7 @@ def test_rank_that_hangs_is_named_by_the_other_which_ends(tmp_path, executor):
     assert 3.0 < seconds < 3.0 + SOON_S
 
 
-@pytest.mark.parametrize("executor", ["threads", pytest.param("serial", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("executor", thinned(["threads", "serial"], quick=[], slow=[0]))
 def test_rank_whose_model_blocks_leaves_its_stacks_and_the_run_says_who_hung_where(tmp_path, executor):
     stderr, folder = tmp_path / "stderr", tmp_path / "run"
     arguments = ({"executor": executor}, 5, folder, str(stderr))

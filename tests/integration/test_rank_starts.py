@@ -38,6 +38,7 @@ def test_average_models_of_nodes_are_taken_up_where_the_nodes_are_as_they_were(t
     assert_alike([after for _, after in found])
 
 
+@pytest.mark.slow
 def test_model_that_cannot_be_written_is_the_error_of_all_ranks(tmp_path):
     (tmp_path / "model.safetensors").mkdir()
     (tmp_path / "model.safetensors" / "file").touch()

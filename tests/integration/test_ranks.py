@@ -20,9 +20,8 @@ from tests import rank_jobs
 from tests.event_files import read_events
 from tests.rank_jobs import Ended, Values, assert_alike, distance, results
 from tests.support import linear_model
+from tests.thinned import thinned
 from tests.trainers import blobs, deeper_image_model
-
-EXECUTORS = ["serial", "threads", "fused"]
 
 
 def train(
@@ -68,7 +67,7 @@ def test_ranks_follow_one_rank_of_as_many_learners(num_ranks, num_learners, exec
     assert distance(found[0].learners[-1], found[1].learners[-1]) > 1e-6
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", thinned(["serial", "threads", "fused"], quick=[2], slow=[0, 1]))
 def test_one_round_of_two_ranks_is_that_of_one_in_float32(executor):
     found = train(2, 2, executor, fp64=False, rounds=1)
     assert_same_run(found, train(1, 4, executor, fp64=False, rounds=1)[0], 1e-5)
@@ -84,21 +83,25 @@ def test_gradients_summed_by_native_code_are_summed_over_ranks():
 
 @pytest.mark.parametrize(
     "averaging",
-    [
-        SMA(averaging_period=3),
-        Crossbow(averaging_momentum=0.5),
-        SMA(restart_momentum="average"),
-        Elastic(averaging_period=2, rate_scaling="sqrt"),
-        LocalSGD(averaging_period=3, learner_momentum="average", quadratic_period=0.08),
-        DiLoCo(averaging_period=2),
-        SlowMo(averaging_period=3, learner_momentum="reset"),
-        PAPA(averaging_period=2, pull=0.3),
-        Crossbow(final_correction_rate=0.8),
-        SynchronousSGD(rate_scaling="linear"),
-        GroupedSMA(group_size=2, rate_scaling="linear"),
-        LocalSGD(averaging_period=3, average_ema=1.0, batch_norm="recalibrate", recalibration_batches=5),
-        SynchronousSGD(average_ema=5.0),
-    ],
+    thinned(
+        [
+            SMA(averaging_period=3),
+            Crossbow(averaging_momentum=0.5),
+            SMA(restart_momentum="average"),
+            Elastic(averaging_period=2, rate_scaling="sqrt"),
+            LocalSGD(averaging_period=3, learner_momentum="average", quadratic_period=0.08),
+            DiLoCo(averaging_period=2),
+            SlowMo(averaging_period=3, learner_momentum="reset"),
+            PAPA(averaging_period=2, pull=0.3),
+            Crossbow(final_correction_rate=0.8),
+            SynchronousSGD(rate_scaling="linear"),
+            GroupedSMA(group_size=2, rate_scaling="linear"),
+            LocalSGD(averaging_period=3, average_ema=1.0, batch_norm="recalibrate", recalibration_batches=5),
+            SynchronousSGD(average_ema=5.0),
+        ],
+        quick=[0, 6, 7, 9],
+        slow=[1, 2, 3, 4, 5, 10, 11],
+    ),
     ids=[
         "period",
         "crossbow",
@@ -151,7 +154,7 @@ def test_other_settings_of_learning_follow_one_rank(options, averaging):
     assert_alike(found)
 
 
-@pytest.mark.parametrize(("executor", "num_ranks"), [("threads", 3), ("fused", 2)])
+@pytest.mark.parametrize(("executor", "num_ranks"), thinned([("threads", 3), ("fused", 2)], quick=[0], slow=[1]))
 def test_z_after_training_is_equal_to_the_bit_and_so_is_what_was_measured(num_ranks, executor):
     found = results(rank_jobs.train, num_ranks, {"executor": executor}, {"max_epochs": 3})
     assert_alike(found)
@@ -170,7 +173,7 @@ def test_evaluation_over_ranks_is_that_of_one_rank(num_ranks):
         assert shared[2] == 20
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("executor", thinned(["serial", "threads"], quick=[0], slow=[1]))
 def test_ranks_take_every_position_of_the_stream_once_and_theirs_alone(executor):
     found = results(rank_jobs.starts_taken, 2, {"executor": executor, "averaging": SMA(batch_norm="mean")}, 7)
     for rank, starts in enumerate(found):

@@ -132,9 +132,7 @@ def test_command_that_is_killed_leaves_no_worker_and_goes_on_when_it_is_started_
     assert list(folder.glob(".seen_*")) == []
 
 
-def test_ctrl_c_ends_all_workers_with_their_trials_and_the_same_command_goes_on(
-    alone: Outcome, tmp_path: Path
-) -> None:
+def test_ctrl_c_ends_all_workers_with_their_trials_and_the_same_command_goes_on(alone: Outcome, tmp_path: Path) -> None:
     folder = tmp_path / "search"
     with popen(command(folder, *ON_RAY), tmp_path / "out", environment()) as driver:
         await_true(lambda: both_train(folder), driver)

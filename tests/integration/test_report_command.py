@@ -15,6 +15,7 @@ from tests.said import error_line
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
+@pytest.mark.slow
 def test_report_of_a_traced_run_is_a_page_with_pictures_in_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["+experiment=digits", "+debug=fast", "trace=true", "executor=threads", "device=cpu", "output_dir=run"]
     assert train.main(arguments) == 0

@@ -16,6 +16,7 @@ from crossbow_py.engine.modules import precision
 from crossbow_py.schedules import MultiStep
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
+from tests.thinned import thinned
 from tests.trainers import Recorder, image_model, image_trainer, images, measured, weights
 
 EXECUTORS = ["serial", "threads"]
@@ -54,28 +55,46 @@ def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"executor": "serial"},
-        {"executor": "threads"},
-        {"executor": "threads", "precision": "bf16"},
-        {"executor": "threads", "augmentation": Augmentation(2, flip="alternating", random_erasing=0.5)},
-        {"executor": "threads", "num_learners": 3, "averaging": SMA(averaging_period=3)},
-        {"executor": "threads", "averaging": SMA(batch_norm="mean")},
-        {"executor": "serial", "num_learners": 1, "optimizer": SGD(momentum=0.9, weight_decay=1e-3)},
-        {"averaging": Elastic(averaging_period=2)},
-        {"averaging": LocalSGD(averaging_period=2, quadratic_period=0.02)},
-        {"executor": "threads", "averaging": DiLoCo(averaging_period=2)},
-        {"averaging": SlowMo(averaging_period=2, learner_momentum="average")},
-        {"averaging": PAPA(averaging_period=2, pull=0.2), "executor": "fused"},
-        {"averaging": SynchronousSGD(), "executor": "fused"},
-        {"averaging": GroupedSMA(group_size=2), "num_learners": 4, "executor": "threads"},
-        {"averaging": SMA(average_ema=4.0), "executor": "threads"},
-        {"averaging": SMA(average_ema=1.0), "num_learners": 1},
-        {"averaging": SynchronousSGD(average_ema=4.0)},
-    ],
+    thinned(
+        [
+            {"executor": "serial"},
+            {"executor": "threads"},
+            {"executor": "threads", "precision": "bf16"},
+            {"executor": "threads", "augmentation": Augmentation(2, flip="alternating", random_erasing=0.5)},
+            {"executor": "threads", "num_learners": 3, "averaging": SMA(averaging_period=3)},
+            {"executor": "threads", "averaging": SMA(batch_norm="mean")},
+            {"executor": "serial", "num_learners": 1, "optimizer": SGD(momentum=0.9, weight_decay=1e-3)},
+            {"averaging": Elastic(averaging_period=2)},
+            {"averaging": LocalSGD(averaging_period=2, quadratic_period=0.02)},
+            {"executor": "threads", "averaging": DiLoCo(averaging_period=2)},
+            {"averaging": SlowMo(averaging_period=2, learner_momentum="average")},
+            {"averaging": PAPA(averaging_period=2, pull=0.2), "executor": "fused"},
+            {"averaging": SynchronousSGD(), "executor": "fused"},
+            {"averaging": GroupedSMA(group_size=2), "num_learners": 4, "executor": "threads"},
+            {"averaging": SMA(average_ema=4.0), "executor": "threads"},
+            {"averaging": SMA(average_ema=1.0), "num_learners": 1},
+            {"averaging": SynchronousSGD(average_ema=4.0)},
+        ],
+        quick=[1, 3, 4, 8, 11, 12, 15],
+        slow=[2, 5, 6, 7, 9, 10, 13, 14],
+    ),
     ids=[
-        "serial", "threads", "bf16", "erasing", "three learners", "means", "one learner", "elastic", "local_sgd",
-        "diloco", "slowmo", "papa", "synchronous_sgd", "grouped_sma", "ema", "ema of one learner",
+        "serial",
+        "threads",
+        "bf16",
+        "erasing",
+        "three learners",
+        "means",
+        "one learner",
+        "elastic",
+        "local_sgd",
+        "diloco",
+        "slowmo",
+        "papa",
+        "synchronous_sgd",
+        "grouped_sma",
+        "ema",
+        "ema of one learner",
         "ema of synchronous_sgd",
     ],
 )
@@ -186,26 +205,30 @@ def without_batch_norm_weights() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("changed", "named"),
-    [
-        ({"batch_size": 5}, "batch_size: 4 → 5"),
-        ({"num_learners": 3}, "num_learners: 2 → 3"),
-        ({"seed": 1}, "seed: 0 → 1"),
-        ({"channels_last": False}, "channels_last: true → false"),
-        ({"precision": "bf16"}, "precision: fp32 → bf16"),
-        ({"optimizer": AdamW(learning_rate=0.02)}, "optimizer.learning_rate: 0.01 → 0.02"),
-        ({"optimizer": SGD()}, "optimizer.name: adamw → sgd"),
-        ({"schedule": MultiStep(milestones=(1.0, 2.0), gamma=0.1)}, "schedule.gamma: 0.5 → 0.1"),
-        ({"averaging": SMA(correction_rate=0.5)}, "averaging.correction_rate: 1.0 → 0.5"),
-        ({"averaging": Independent()}, "averaging.name: sma → independent"),
-        ({"augmentation": Augmentation(crop_padding=1, flip=True)}, "data.augmentation.crop_padding: 2 → 1"),
-        ({"augmentation": Augmentation(2, "alternating")}, "data.augmentation.flip: true → alternating"),
-        ({"augmentation": Augmentation(2, True, 0.1)}, "data.augmentation.random_erasing: 0.0 → 0.1"),
-        ({"augmentation": Augmentation(2, True, cutmix=1.0)}, "data.augmentation.cutmix: 0.0 → 1.0"),
-        ({"mean": (0.5,), "std": (0.2,)}, r"data.mean: \[\] → \[0.5\]"),
-        ({"train_data": images(60)}, "num_train_samples: 50 → 60"),
-        ({"model": other_model}, r"model.7.weight: \[3,32\] → \[4,32\]"),
-        ({"model": without_batch_norm_weights}, r"model.1.running_mean: \[8\] → null"),
-    ],
+    thinned(
+        [
+            ({"batch_size": 5}, "batch_size: 4 → 5"),
+            ({"num_learners": 3}, "num_learners: 2 → 3"),
+            ({"seed": 1}, "seed: 0 → 1"),
+            ({"channels_last": False}, "channels_last: true → false"),
+            ({"precision": "bf16"}, "precision: fp32 → bf16"),
+            ({"optimizer": AdamW(learning_rate=0.02)}, "optimizer.learning_rate: 0.01 → 0.02"),
+            ({"optimizer": SGD()}, "optimizer.name: adamw → sgd"),
+            ({"schedule": MultiStep(milestones=(1.0, 2.0), gamma=0.1)}, "schedule.gamma: 0.5 → 0.1"),
+            ({"averaging": SMA(correction_rate=0.5)}, "averaging.correction_rate: 1.0 → 0.5"),
+            ({"averaging": Independent()}, "averaging.name: sma → independent"),
+            ({"augmentation": Augmentation(crop_padding=1, flip=True)}, "data.augmentation.crop_padding: 2 → 1"),
+            ({"augmentation": Augmentation(2, "alternating")}, "data.augmentation.flip: true → alternating"),
+            ({"augmentation": Augmentation(2, True, 0.1)}, "data.augmentation.random_erasing: 0.0 → 0.1"),
+            ({"augmentation": Augmentation(2, True, cutmix=1.0)}, "data.augmentation.cutmix: 0.0 → 1.0"),
+            ({"mean": (0.5,), "std": (0.2,)}, r"data.mean: \[\] → \[0.5\]"),
+            ({"train_data": images(60)}, "num_train_samples: 50 → 60"),
+            ({"model": other_model}, r"model.7.weight: \[3,32\] → \[4,32\]"),
+            ({"model": without_batch_norm_weights}, r"model.1.running_mean: \[8\] → null"),
+        ],
+        quick=range(0, 18, 3),
+        slow=range(18),
+    ),
 )
 def test_resume_with_other_settings_or_another_model_is_refused_naming_them(tmp_path, changed, named):
     trainer_of(tmp_path).fit(max_rounds=1)

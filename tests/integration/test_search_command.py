@@ -28,6 +28,7 @@ from crossbow_py.search.study import study
 from crossbow_py.search.study.storage import open_storage
 from crossbow_py.telemetry.records import read_summary
 from tests.searches import DIGITS, report, search_digits, segments, trained_by_command, values
+from tests.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -98,6 +99,7 @@ def test_command_without_output_dir_writes_under_runs_and_goes_on_there() -> Non
     assert len(list(Path("runs/search_digits").glob("[!.]*"))) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures", "packs_of_three")
 def test_packed_trials_reach_what_they_reach_one_at_a_time() -> None:
     common = ["num_trials=9", "max_epochs=9", "method=successive_halving", "space.batch_size=[64,96]"]
@@ -149,7 +151,11 @@ def test_best_of_a_stopped_search_has_the_command_that_trains_it_as_far_as_it_ca
 @pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     ("number", "status", "code"),
-    [(signal.SIGTERM, "terminated", EXIT_TERMINATED), (signal.SIGINT, "interrupted", EXIT_INTERRUPTED)],
+    thinned(
+        [(signal.SIGTERM, "terminated", EXIT_TERMINATED), (signal.SIGINT, "interrupted", EXIT_INTERRUPTED)],
+        quick=[0],
+        slow=[1],
+    ),
 )
 def test_signal_keeps_what_is_finished_and_the_same_command_goes_on(
     number: signal.Signals, status: str, code: int, monkeypatch: pytest.MonkeyPatch

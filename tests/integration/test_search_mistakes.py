@@ -16,6 +16,7 @@ from crossbow_py.search.__main__ import main
 from crossbow_py.train.__main__ import main as train
 from tests.said import error_line
 from tests.searches import merged, report, search_digits, segments
+from tests.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 MODULE = __name__
@@ -56,35 +57,41 @@ def files() -> list[str]:
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
-    [
-        (["space.optimizer.momentun=[0.5]"], ["optimizer.momentun", "did you mean 'optimizer.momentum'"]),
-        (["space.momentum=[0.5]"], ["space has no key 'momentum'", "optimizer"]),
-        (["space={}", "space.batch_size=[]"], ["space: batch_size", "choices"]),
-        (["optimizer=muon", "model.hidden=[]"], ["optimizer=muon needs linear or", "set optimizer=sgd"]),
-        (["maximize=true"], ["maximize=true is for a metric of metrics, got metric=accuracy; leave it out"]),
-        (["metric=f1", *F1], ["metric=f1 does not say whether greater is better; set maximize=true"]),
-        (["metric=f1/11", "maximize=true", *F1], ["metric=f1/11 is none of what the metrics give, f1; set one of"]),
-        (["metric=f1", "maximize=true", F1[0], "metrics.f1.num_classes=3"],
-         ["metrics['f1'] cannot take the model's output [2, 10] with targets [2]"]),
-        (["metric=f1", "maximize=true", F1[0]], ["metrics.f1.target=tests.state_metrics.MacroF1 cannot be made"]),
-        (["sampler.n_startup_trials=3"], ["sampler must be a name", "a function that takes a seed"]),
-        (["direction=maximize"], ["unknown key direction; did you mean 'maximize'?"]),
-        (["scheduler=asha"], ["unknown key scheduler; did you mean 'method'?"]),
-        (["space.seed=tag(log,interval(1,9))"], ["write 'space.seed={low:1,high:9,log:true}'"]),
-        (["space.seed=loguniform(1,9)"], ["write 'space.seed={low:1,high:9,log:true}'"]),
-        (["sampler=no.Sampler"], ["sampler=no.Sampler cannot be imported"]),
-        (["method=asha"], ["method must be one of hyperband"]),
-        (["packing=all"], ["packing must be one of signature"]),
-        (["min_epochs=5"], ["min_epochs", "at most max_epochs (3.0)"]),
-        (["max_samples=64"], ["unknown key max_samples, which is for python -m crossbow_py.train"]),
-        (["num_learners=2"], ["unknown key num_learners, which is for python -m crossbow_py.train"]),
-        (["data.validation_fraction=0"], ["set data.validation_fraction=0.1"]),
-        (["batch_size=5000"], ["batch_size=5000", "at most 1351"]),
-        (["space.batch_size=[16,5000]"], ["batch_size=5000", "at most 1351"]),
-        (["storage=journal:nowhere/search.log"], ["nowhere does not exist", "make it"]),
-        (["storage=sqlite:///nowhere/search.db"], ["nowhere does not exist", "make it"]),
-        (["data.root=nowhere", "data=mnist", "data.download=false"], ["nowhere"]),
-    ],
+    thinned(
+        [
+            (["space.optimizer.momentun=[0.5]"], ["optimizer.momentun", "did you mean 'optimizer.momentum'"]),
+            (["space.momentum=[0.5]"], ["space has no key 'momentum'", "optimizer"]),
+            (["space={}", "space.batch_size=[]"], ["space: batch_size", "choices"]),
+            (["optimizer=muon", "model.hidden=[]"], ["optimizer=muon needs linear or", "set optimizer=sgd"]),
+            (["maximize=true"], ["maximize=true is for a metric of metrics, got metric=accuracy; leave it out"]),
+            (["metric=f1", *F1], ["metric=f1 does not say whether greater is better; set maximize=true"]),
+            (["metric=f1/11", "maximize=true", *F1], ["metric=f1/11 is none of what the metrics give, f1; set one of"]),
+            (
+                ["metric=f1", "maximize=true", F1[0], "metrics.f1.num_classes=3"],
+                ["metrics['f1'] cannot take the model's output [2, 10] with targets [2]"],
+            ),
+            (["metric=f1", "maximize=true", F1[0]], ["metrics.f1.target=tests.state_metrics.MacroF1 cannot be made"]),
+            (["sampler.n_startup_trials=3"], ["sampler must be a name", "a function that takes a seed"]),
+            (["direction=maximize"], ["unknown key direction; did you mean 'maximize'?"]),
+            (["scheduler=asha"], ["unknown key scheduler; did you mean 'method'?"]),
+            (["space.seed=tag(log,interval(1,9))"], ["write 'space.seed={low:1,high:9,log:true}'"]),
+            (["space.seed=loguniform(1,9)"], ["write 'space.seed={low:1,high:9,log:true}'"]),
+            (["sampler=no.Sampler"], ["sampler=no.Sampler cannot be imported"]),
+            (["method=asha"], ["method must be one of hyperband"]),
+            (["packing=all"], ["packing must be one of signature"]),
+            (["min_epochs=5"], ["min_epochs", "at most max_epochs (3.0)"]),
+            (["max_samples=64"], ["unknown key max_samples, which is for python -m crossbow_py.train"]),
+            (["num_learners=2"], ["unknown key num_learners, which is for python -m crossbow_py.train"]),
+            (["data.validation_fraction=0"], ["set data.validation_fraction=0.1"]),
+            (["batch_size=5000"], ["batch_size=5000", "at most 1351"]),
+            (["space.batch_size=[16,5000]"], ["batch_size=5000", "at most 1351"]),
+            (["storage=journal:nowhere/search.log"], ["nowhere does not exist", "make it"]),
+            (["storage=sqlite:///nowhere/search.db"], ["nowhere does not exist", "make it"]),
+            (["data.root=nowhere", "data=mnist", "data.download=false"], ["nowhere"]),
+        ],
+        quick=range(0, 26, 2),
+        slow=range(26),
+    ),
 )
 def test_mistake_is_one_error_line_and_leaves_nothing_behind(
     overrides: list[str], words: list[str], capsys: pytest.CaptureFixture[str]

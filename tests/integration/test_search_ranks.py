@@ -74,9 +74,7 @@ def test_gpu_by_its_number_is_refused_with_the_rule_of_ranks(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_rank_killed_under_torchrun_is_started_again_and_goes_on_in_its_folder(
-    alone: Outcome, tmp_path: Path
-) -> None:
+def test_rank_killed_under_torchrun_is_started_again_and_goes_on_in_its_folder(alone: Outcome, tmp_path: Path) -> None:
     folder = tmp_path / "search"
     options = ["packing=none", f"output_dir={folder.name}", "resume=null"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

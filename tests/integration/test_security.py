@@ -176,6 +176,7 @@ def test_cifar_with_code_in_a_batch_is_refused(archived: bool, capsys: pytest.Ca
     assert "data_batch_2" in refusal([*FAST, "data=cifar10", "data.root=.", "model.hidden=[8]"], capsys)
 
 
+@pytest.mark.slow
 def test_cifar_archive_with_a_link_or_a_device_for_a_batch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for kind, target in ((tarfile.SYMTYPE, "data_batch_1"), (tarfile.LNKTYPE, "/etc/passwd"), (tarfile.CHRTYPE, "")):
         with tarfile.open("cifar-10-python.tar.gz", "w:gz") as tar:
@@ -212,6 +213,7 @@ def test_image_that_is_a_pickle_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "pictures/train/ant/" in said
 
 
+@pytest.mark.slow
 def test_image_cache_with_code_in_its_index_is_filled_anew() -> None:
     for part in ("train", "val"):
         write_part(Path("pictures") / part)

@@ -20,6 +20,7 @@ from crossbow_py.schedules import Constant
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from crossbow_py.train.evaluation.current_models import final_states
+from tests.thinned import thinned
 from tests.trainers import Recorder, image_trainer, images, weights
 
 
@@ -111,7 +112,7 @@ def test_waiting_for_slow_data_is_counted_and_none_for_data_on_the_device(tmp_pa
     assert read_summary(tmp_path / "resident")["data_wait_share"] is None
 
 
-@pytest.mark.parametrize(("executor", "num_workers"), [("serial", 0), ("threads", 1)])
+@pytest.mark.parametrize(("executor", "num_workers"), thinned([("serial", 0), ("threads", 1)], quick=[0], slow=[1]))
 def test_bad_sample_stops_the_run_with_a_checkpoint_of_all_that_was_trained(tmp_path, executor, num_workers):
     options: dict[str, Any] = {"num_workers": num_workers, "executor": executor}
     recorder = Recorder()
@@ -166,6 +167,7 @@ def test_killed_worker_stops_the_run_with_its_sample_and_a_checkpoint(tmp_path):
     assert resumed.status == "finished"
 
 
+@pytest.mark.slow
 def test_signal_that_reaches_the_workers_too_is_an_orderly_stop(tmp_path):
     trainer = trainer_of(
         tmp_path, train_data=Pictures(200, seconds=0.01), num_workers=1, callbacks=[KillWorkers(also_this=True)]

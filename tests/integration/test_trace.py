@@ -86,6 +86,7 @@ def test_threads_overlap_averaging_with_the_next_round_and_streams_run_one_task_
         assert all(averaging.end <= correction.start + NANOSECOND for correction in found["correction", n + 1])
 
 
+@pytest.mark.slow
 def test_moves_of_the_ema_are_spans_of_the_averaging_row_after_their_rounds(tmp_path: Path) -> None:
     # 64 samples a round, 1,024 an epoch: a twentieth of 4 epochs is 3.2 rounds.
     found = by_task(traced(tmp_path, executor="threads", batch_size=16, averaging=SMA(average_ema=4.0)))
@@ -145,9 +146,7 @@ def test_trace_of_more_tasks_than_it_holds_is_cut_off_with_one_message(
     recorder = Recorder()
     make_trainer(output_dir=tmp_path, trace=True, callbacks=[recorder]).fit(max_rounds=3)
     assert len(read_trace(tmp_path)) == 7
-    assert recorder.of("message") == [
-        "The timeline has the first 7 tasks of the run; the 8 after them were dropped."
-    ]
+    assert recorder.of("message") == ["The timeline has the first 7 tasks of the run; the 8 after them were dropped."]
 
 
 def test_command_with_trace_says_where_the_timeline_is(

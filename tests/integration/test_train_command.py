@@ -22,6 +22,7 @@ from crossbow_py.telemetry.screen import fact
 from crossbow_py.train.__main__ import main
 from tests.event_files import read_events
 from tests.said import error_line
+from tests.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 DIGITS = ["+experiment=digits", "model.hidden=[32]", "device=cpu", "precision=fp32"]
@@ -230,7 +231,11 @@ def test_multirun_with_an_impossible_job_runs_none(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("number", "status", "code"),
-    [(signal.SIGTERM, "terminated", EXIT_TERMINATED), (signal.SIGINT, "interrupted", EXIT_INTERRUPTED)],
+    thinned(
+        [(signal.SIGTERM, "terminated", EXIT_TERMINATED), (signal.SIGINT, "interrupted", EXIT_INTERRUPTED)],
+        quick=[0],
+        slow=[1],
+    ),
 )
 def test_signal_in_the_middle_writes_a_checkpoint_and_resume_auto_takes_it_up(
     number: signal.Signals, status: str, code: int, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +251,7 @@ def test_signal_in_the_middle_writes_a_checkpoint_and_resume_auto_takes_it_up(
     assert [line["epoch"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_multirun_ends_with_the_job_that_was_stopped_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ConsoleListener, "on_epoch", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert train("-m", "max_epochs=3", "seed=1,2", "output_dir=sweep") == EXIT_TERMINATED
@@ -293,6 +299,7 @@ def test_memory_that_does_not_hold_a_run_is_one_error_line_and_exit_code_1(
     assert "python -m crossbow_py.estimate" in said
 
 
+@pytest.mark.slow
 def test_multirun_without_output_dir_names_folders_after_what_is_swept(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("-m", "seed=1,2", "max_rounds=1") == 0
     (folder,) = Path("runs/digits").iterdir()

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from crossbow_py.models.gpt import GPT
 from tests.pages.commands import EXAMPLES, IN_SHORT
 from tests.pages.snippets import ROOT
 from tests.unit.data.images.pictures import save
@@ -116,9 +117,13 @@ def small_model(name: str, pretrained: bool, num_classes: int) -> nn.Module:
 
 
 @pytest.mark.timeout(300)
-def test_char_gpt_learns_the_bytes_of_a_text_and_continues_it(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("abcdefgh" * 40_000, encoding="utf-8")
+def test_char_gpt_learns_the_bytes_of_a_text_and_continues_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text("abcdefgh" * 10_000, encoding="utf-8")
     module = example("char_gpt")
+    scores = module.make_model()(torch.zeros(2, module.CONTEXT, dtype=torch.long))
+    assert scores.shape == (2, module.CONTEXT, 256)
+    monkeypatch.setattr(module, "CONTEXT", 32)
+    monkeypatch.setattr(module, "make_model", lambda: GPT(depth=1, width=64, heads=2).build((32,), 256))
     (plain, _), (learners, _) = module.main(file="text.txt", epochs=0.5, num_learners=2, executor="serial")
     assert max(plain, learners) < 1.0  # of ln 256 = 5.5 at first; 2.1 knows how often each letter comes
     assert module.generate(module.make_model(), "abc", length=5).startswith("abc")

@@ -193,6 +193,7 @@ def test_learner_that_diverges_is_told_and_reseeded(tmp_path):
     assert "finite" in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_full_gpu_is_told_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("SIMULATED_CUDA_GIB", "0.0003")
     said = run("train", *DIGITS, "device=cuda", "executor=serial", f"output_dir={tmp_path / 'run'}", code=1)

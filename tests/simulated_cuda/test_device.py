@@ -1,10 +1,11 @@
 """What a simulated device does as a GPU does: it is late, in any allowed order, and refuses what CUDA refuses.
 
-    python -m tests.simulated_cuda pytest -m gpu tests/simulated_cuda
+python -m tests.simulated_cuda pytest -m gpu tests/simulated_cuda
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -42,11 +43,43 @@ def ones(*size):
 
 
 def run(program, **settings):
-    """In a process of its own, as nothing can be captured, or nothing can run, after what it does."""
+    """In a process of its own, whose device has other settings."""
     return subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, **settings}, capture_output=True, text=True, check=False,
         timeout=100,
     )  # fmt: skip
+
+
+# Has imported torch, and forks for each line: a program in JSON. Answers with its exit code and output.
+FORKS = """
+import json, os, sys, tempfile
+import torch
+import tests.simulated_cuda.operators
+for line in sys.stdin:
+    with tempfile.TemporaryFile() as said:
+        if not (child := os.fork()):
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            exec(json.loads(line), {"__name__": "__main__"})
+            sys.exit()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.seek(0)
+        print(json.dumps([code, said.read().decode()]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def forked():
+    """Runs programs each in a process of its own, as nothing can be captured, or nothing can run, after them."""
+    command, settings = [sys.executable, "-c", FORKS], {**os.environ, "SIMULATED_CUDA_STRICT": "0"}
+    with subprocess.Popen(command, env=settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def run_forked(program):
+            print(json.dumps(program), file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        yield run_forked
+        process.stdin.close()
 
 
 def late(value, stream):
@@ -220,9 +253,8 @@ PINNED_FIRST = [
 
 
 @pytest.mark.parametrize("program", PINNED_FIRST)
-def test_memory_is_pinned_though_nothing_has_initialised_cuda(program):
-    done = run(f"import torch; print(({program}).is_pinned())")
-    assert done.stdout == "True\n", done.stderr
+def test_memory_is_pinned_though_nothing_has_initialised_cuda(forked, program):
+    assert forked(f"import torch; print(({program}).is_pinned())") == [0, "True\n"]
 
 
 def test_memory_freed_under_another_stream_is_overwritten_unless_it_was_recorded(scheduler):
@@ -561,7 +593,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_capture_refuses_what_cuda_refuses_and_leaves_the_allocator_believing_in_it(name):
+def test_capture_refuses_what_cuda_refuses_and_leaves_the_allocator_believing_in_it(forked, name):
     program = f"""
 import torch
 from tests.simulated_cuda.test_device import REFUSED
@@ -578,12 +610,12 @@ except RuntimeError as error:
     print(error)
 print(torch.ones(3, device="cuda").sum().item())
 """
-    done = run(program)
-    first, second, third = done.stdout.splitlines()
-    assert "CUDA error" in first and "captures_underway" in second and third == "3.0", done.stderr
+    code, said = forked(program)
+    first, second, third = said.splitlines()
+    assert code == 0 and "CUDA error" in first and "captures_underway" in second and third == "3.0", said
 
 
-def test_side_stream_that_is_not_joined_invalidates_the_capture():
+def test_side_stream_that_is_not_joined_invalidates_the_capture(forked):
     program = """
 import torch
 kept, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
@@ -596,8 +628,8 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    done = run(program)
-    assert "previous error during capture" in done.stdout, done.stderr
+    code, said = forked(program)
+    assert code == 0 and "previous error during capture" in said, said
 
 
 def test_another_thread_goes_on_beside_a_capture_of_this_one():
@@ -616,7 +648,7 @@ def test_another_thread_goes_on_beside_a_capture_of_this_one():
     assert (result.tolist(), other) == ([1.0] * 3, [3.0])
 
 
-def test_kernel_that_fails_loses_the_device():
+def test_kernel_that_fails_loses_the_device(forked):
     program = """
 import torch
 from crossbow_py.engine.device.memory import is_device_lost
@@ -627,8 +659,7 @@ for _ in range(2):
     except RuntimeError as error:
         print(is_device_lost(error, torch.device("cuda")))
 """
-    done = run(program)
-    assert done.stdout.split() == ["True", "True"], done.stderr
+    assert forked(program) == [0, "True\nTrue\n"]
 
 
 def test_backward_on_another_stream_is_ordered_by_autograd(scheduler):
@@ -701,7 +732,7 @@ except RuntimeError as error:
     assert "Expected all tensors to be on the same device" in refusal
 
 
-def test_process_in_which_accesses_raced_ends_with_86_if_it_is_strict():
+def test_process_in_which_accesses_raced_ends_with_86_if_it_is_strict(forked):
     program = """
 import torch
 kept, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
@@ -711,7 +742,7 @@ with torch.cuda.stream(side):
     done = run(program, SIMULATED_CUDA_STRICT="1")
     assert done.returncode == 86
     assert "race: aten::add on stream" in done.stderr
-    assert run(program, SIMULATED_CUDA_STRICT="0").returncode == 0
+    assert forked(program)[0] == 0
 
 
 WRONG_SETTINGS = [

@@ -62,6 +62,7 @@ def test_help_text_of_search_has_the_values_that_hold_for_a_search() -> None:
     assert not {"num_learners", "trace", "averaging"} & said.keys()
 
 
+@pytest.mark.slow
 def test_help_text_of_search_shows_a_space_that_can_be_parsed() -> None:
     lines = help_text(SearchConfig).splitlines()
     begin = lines.index("  space:")
@@ -72,6 +73,7 @@ def test_help_text_of_search_shows_a_space_that_can_be_parsed() -> None:
     assert len(dataclasses.replace(config, space=plain).parsed_space.parameters) == 4
 
 
+@pytest.mark.slow
 def test_help_text_of_search_shows_commands_that_can_be_composed() -> None:
     shown = [line.strip() for line in help_text(SearchConfig).splitlines() if line.startswith("  python -m")]
     assert len(shown) == 5

@@ -115,6 +115,7 @@ def limit_s(ranks: Ranks) -> float:
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
+@pytest.mark.slow
 def test_decisions_may_take_as_long_as_the_watch_lets_them():
     assert on_ranks(limit_s, 2, timeout_s=1e7) == [1e7 + 60.0] * 2
 

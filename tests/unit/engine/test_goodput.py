@@ -24,6 +24,7 @@ from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import SGD, Muon, Optimizer
 from tests.recording_streams import ShuffledStreams
 from tests.support import IMAGES, features, make_tasks, norm_model, norm_with_dropout, run
+from tests.thinned import pairs
 from tests.unit.engine.update.test_muon import small_model
 
 # Gradients (3, 0) and (1, 0): s = 5, q = 4.
@@ -126,10 +127,19 @@ def follow(tasks, runner, num_rounds: int = 6) -> list[Comparison | None]:  # ty
     return [outcome.comparison for outcome in run(runner, tasks, num_rounds)]
 
 
-@pytest.mark.parametrize("rule", [SMA(), Crossbow(), SynchronousSGD(), GroupedSMA(group_size=2)], ids=lambda r: r.NAME)
-@pytest.mark.parametrize("optimizer", [SGD(), Muon()], ids=["sgd", "muon"])
-@pytest.mark.parametrize(("precision", "tolerance"), [(FP64, 1e-10), (FP32, 1e-3)], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
+@pytest.mark.parametrize(
+    ("executor", "precision", "tolerance", "optimizer", "rule"),
+    [
+        pytest.param(executor, *precision, optimizer, rule, marks=marks)
+        for (executor, precision, optimizer, rule), marks, _ in pairs(
+            ["serial", "threads", "fused", "fused_threads"],
+            [(FP64, 1e-10), (FP32, 1e-3)],
+            [SGD(), Muon()],
+            [SMA(), Crossbow(), SynchronousSGD(), GroupedSMA(group_size=2)],
+            quick=8,
+        )
+    ],
+)
 def test_executors_compare_the_gradients_of_their_round(
     executor: str, precision: Precision, tolerance: float, optimizer: Optimizer, rule: AveragingRule
 ) -> None:

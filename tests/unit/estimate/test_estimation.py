@@ -118,6 +118,7 @@ def test_estimate_writes_an_answer_that_fits_and_the_next_larger_does_not(tmp_pa
     assert found["config"]["experiment"] == "resnet20"
 
 
+@pytest.mark.slow
 def test_estimate_counts_the_velocity_and_the_ema_that_the_averaging_rule_keeps() -> None:
     def needed(*options: str) -> int:
         model = estimate(compose(["model=lenet", "data=mnist", "memory=1GiB", *options], EstimateConfig)).model
@@ -148,6 +149,7 @@ def test_estimate_without_output_dir_writes_nothing(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_estimate_draws_a_picture_where_it_can(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plain(tmp_path, "memory=1GiB")
@@ -215,6 +217,7 @@ def test_answer_says_at_least_only_where_all_learners_that_were_asked_about_fit(
     assert "configured: at least 8 learners fit" in as_text(dataclasses.replace(found, fitting_learners=8))
 
 
+@pytest.mark.slow
 def test_estimate_takes_the_users_speed_of_the_device() -> None:
     overrides = ["model=resnet18", "data=image_folder", "data.size=32", "data.resize=32", "data.root=/nowhere"]
     found = estimate(compose([*overrides, "memory=1GiB", "images_per_s=500"], EstimateConfig))

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from experiments.before_and_now import run
 from experiments.bench.machine import ROOT
 
 
+@pytest.mark.slow
 def test_command_compares_two_trees_by_turns(tmp_path, monkeypatch, capsys) -> None:
     @contextmanager
     def this_tree(revision: str) -> Iterator[Path]:

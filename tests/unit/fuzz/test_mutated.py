@@ -26,7 +26,7 @@ def numbers(quick: int, deep: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("examples", [pytest.param(range(0, deep, deep // quick), id="some"), slow])
 
 
-@numbers(50, 7_000)
+@numbers(25, 7_000)
 def test_mutated_command_line_runs_or_is_refused_in_one_line(examples: range, watched: Watched) -> None:
     outcomes = Outcomes("command lines")
     for number in examples:
@@ -36,7 +36,7 @@ def test_mutated_command_line_runs_or_is_refused_in_one_line(examples: range, wa
     assert not outcomes.failures, "\n\n".join([str(outcomes), *outcomes.failures[:20]])
 
 
-@numbers(40, 3_000)
+@numbers(20, 3_000)
 def test_mutated_configuration_of_a_run_is_read_or_refused_in_one_line(examples: range, watched: Watched) -> None:
     outcomes = Outcomes("recorded configurations")
     for number in examples:

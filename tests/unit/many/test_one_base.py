@@ -58,7 +58,7 @@ def num_matrices() -> int:
 @pytest.mark.parametrize(
     ("count", "ranks", "executor"),
     [
-        (1, [2], "serial"),
+        pytest.param(1, [2], "serial", marks=pytest.mark.slow),
         (4, [1, 2, 3], "fused"),
         pytest.param(4, [2], "fused", marks=pytest.mark.slow),
         pytest.param(16, [2], "fused", marks=[pytest.mark.slow, pytest.mark.long]),
@@ -72,7 +72,7 @@ def test_adapters_of_any_number_and_rank_have_one_base(count: int, ranks: list[i
     ]
     before, seen = num_matrices(), list[int]()
     found = train_many(
-        base, data_of(), data_of(), members=members, validation_data=data_of(), batch_size=4, max_epochs=2,
+        base, data_of(), data_of(), members=members, validation_data=data_of(), batch_size=8, max_epochs=1,
         executor=executor, max_pack_size=3, precision="fp32", progress=lambda _: seen.append(num_matrices() - before),
     )  # fmt: skip
     assert all(own.status == "finished" for own in found)
@@ -152,6 +152,7 @@ class WritesLater(nn.Module):
         return found
 
 
+@pytest.mark.slow
 def test_a_base_that_is_written_later_ends_the_call_and_not_its_own_members_alone() -> None:
     def still() -> nn.Module:
         model = WritesLater()

@@ -27,6 +27,7 @@ from crossbow_py.many.train_many import train_many
 from crossbow_py.packs import slots
 from crossbow_py.train import run_settings
 from crossbow_py.train.checks.seeded_model import seeded_model
+from tests.thinned import thinned
 from tests.trainers import blobs
 
 DATA = blobs(60)
@@ -107,7 +108,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", thinned(EXECUTORS, quick=[EXECUTORS.index("fused")], slow=range(len(EXECUTORS))))
 def test_members_of_every_kind_are_what_they_are_alone(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bits; fused, in float64 after 56 rounds, to 1e-10."""
     if is_fused := executor == "fused":
@@ -119,7 +120,7 @@ def test_members_of_every_kind_are_what_they_are_alone(executor: str, monkeypatc
         assert_equal(own, alone(member, data, number, epochs), 1e-10 if is_fused else 0.0)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", thinned(EXECUTORS, quick=[EXECUTORS.index("fused")], slow=range(len(EXECUTORS))))
 def test_members_that_wait_take_rows_as_they_come_free_and_disturb_none(executor: str) -> None:
     # Of different lengths, so that they leave one by one: seven on three rows, with idle rows at the end.
     members = [Member(subset=range(10 + 7 * n), max_epochs=1 + n % 3) for n in range(7)]
@@ -196,6 +197,7 @@ class Watch:
         self.stops += 1
 
 
+@pytest.mark.slow
 def test_threads_of_the_only_pack_may_sleep_beside_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     watches: list[Watch] = []
     monkeypatch.setattr(slots, "busy_cores", lambda executor, kind: watches.append(Watch()) or watches[-1])
@@ -217,7 +219,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("executor", ["serial", "fused"])
+@pytest.mark.parametrize("executor", thinned(["serial", "fused"], quick=[1], slow=[0]))
 def test_any_loss_trains_as_a_plain_loop_does_and_is_measured(executor: str, loss: str) -> None:
     function, shape, dtype = LOSSES[loss]
     targets = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.5).to(dtype)
@@ -334,7 +336,7 @@ def test_members_that_train_the_same_are_told() -> None:
         assert any(note.startswith("Of 5 members 1 repeat the seed") for note in notes) == said
 
 
-@pytest.mark.parametrize("executor", ["serial", "fused"])
+@pytest.mark.parametrize("executor", thinned(["serial", "fused"], quick=[1], slow=[0]))
 def test_row_that_diverges_once_its_member_has_ended_stops_nobody(executor: str) -> None:
     # The first grows without bound, and ends before it is not finite; its row goes on for nobody.
     wild = Member(optimizer=SGD(learning_rate=6.0, momentum=0.0), max_epochs=1)
@@ -389,6 +391,7 @@ def test_other_settings_in_the_same_folder_train_anew(tmp_path: Path) -> None:
     assert train([Member()], output_dir=tmp_path, data=blobs(61)).images_per_s
 
 
+@pytest.mark.slow
 def test_models_losses_metrics_and_data_that_differ_in_what_no_name_shows_have_results_of_their_own(
     tmp_path: Path,
 ) -> None:

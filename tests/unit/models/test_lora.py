@@ -26,6 +26,7 @@ from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.models import MLP
 from crossbow_py.models.lora import names_in_base
 from crossbow_py.train import run_settings
+from tests.thinned import thinned
 
 TARGETS, HEAD = ("0", "2"), ("4",)
 
@@ -67,7 +68,7 @@ def by_peft(
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("executor", ["serial", "fused"])
+@pytest.mark.parametrize("executor", thinned(["serial", "fused"], quick=[1], slow=[0]))
 def test_adapters_of_other_ranks_and_scales_learn_in_one_pack_what_each_learns_by_peft(
     executor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +140,7 @@ def muon_by_hand(seed: int, rounds: int, rate: float, rank: int) -> dict[str, Te
     return {name: own.detach() for name, own in pairs.items()}
 
 
+@pytest.mark.slow
 def test_muon_steps_adapters_of_each_rank_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of its steps depends on the rank, so that of padded ones would be wrong: packs of their own."""
     monkeypatch.setattr(run_settings, "choose_precision", lambda name, device: FP64)
@@ -287,6 +289,7 @@ def test_resume_with_another_scale_is_refused(tmp_path: Path) -> None:
     assert again.state.samples_seen == 16
 
 
+@pytest.mark.slow
 def test_members_of_other_scales_are_other_members(tmp_path: Path) -> None:
     for alpha in (16, 2):
         found = train_many(

@@ -28,6 +28,7 @@ from crossbow_py.train import run_settings
 from crossbow_py.train.evaluation.evaluator import Evaluator
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.schedules import Schedule
+from tests.thinned import thinned
 from tests.trainers import images
 
 ORDER_SEED = 7
@@ -104,9 +105,7 @@ def pack_of(
     return Pack(job, "signature", template, feed, members or members_of(trials, epochs, planned=epochs))
 
 
-def members_of(
-    trials: Sequence[TrialSettings], epochs: float, first: int = 0, planned: float = 2.0
-) -> list[TrialRow]:
+def members_of(trials: Sequence[TrialSettings], epochs: float, first: int = 0, planned: float = 2.0) -> list[TrialRow]:
     ends = [round(each * NUM_SAMPLES) for each in (epochs, planned)]
     return [
         TrialRow(first + index, own, None, *ends, own_dropout_rate(own.new_model()) or 0.0)
@@ -156,7 +155,7 @@ def test_pack_of_different_trials_is_what_each_is_alone(
             assert_as_alone(pack, row, alone(own))
 
 
-@pytest.mark.parametrize("executor", ["serial", "fused"])
+@pytest.mark.parametrize("executor", thinned(["serial", "fused"], quick=[1], slow=[0]))
 def test_trial_that_takes_a_row_later_is_what_it_is_alone_and_so_is_its_neighbour(
     alone: Callable[..., Any], executor: str
 ) -> None:

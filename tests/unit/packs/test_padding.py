@@ -56,9 +56,8 @@ INEXACT = {
     "layer norm takes a mean over units": partial(mlp, norm=nn.LayerNorm),
     "concatenated units are in two places": partial(Recurrent, both_ways=True),
 }
-MARKED = [  # two in everyday tests
-    pytest.param(make, id=name, marks=[] if name in ("cnn", "gru") else pytest.mark.slow)
-    for name, make in EXACT.items()
+MARKED = [  # one in everyday tests
+    pytest.param(make, id=name, marks=[] if name in ("cnn",) else pytest.mark.slow) for name, make in EXACT.items()
 ]
 INPUTS = torch.randn(6, 12, generator=torch.Generator().manual_seed(0))
 

@@ -294,6 +294,7 @@ def test_what_a_short_search_measured_is_remembered_for_short_ones(asked: Asked)
     assert len(asked) == 2
 
 
+@pytest.mark.slow
 def test_what_was_measured_beside_other_workers_of_the_search_is_remembered_for_that(asked: Asked) -> None:
     beside = Effort(is_alone=False)
     measure(4, effort=beside)

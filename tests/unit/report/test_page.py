@@ -153,9 +153,7 @@ def test_page_of_a_run_without_any_epoch_has_no_charts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "is_open"), [(8, True), (24, False)])
-def test_page_of_many_ranks_has_the_slowest_first_and_its_curve(
-    tmp_path: Path, num_ranks: int, is_open: bool
-) -> None:
+def test_page_of_many_ranks_has_the_slowest_first_and_its_curve(tmp_path: Path, num_ranks: int, is_open: bool) -> None:
     text = page([write_job(tmp_path / "run", num_ranks, synchronisations=24)])
     assert "The slowest rank" in headings(text)
     assert ("The ranks" in headings(text)) is is_open
@@ -167,6 +165,7 @@ def test_page_of_many_ranks_has_the_slowest_first_and_its_curve(
     assert Balance(text).wrong == []
 
 
+@pytest.mark.slow
 def test_page_names_the_ranks_that_hung(tmp_path: Path) -> None:
     hanging = [HangingRank(3, "gpu-<1>", 7, "round 5", "12:00", 3.0), HangingRank(4, "b", 8, "round 5", "12:00", 3.0)]
     text = page([write_run(tmp_path / "a", summary={"status": "failed", "hanging_ranks": tuple(hanging)})])

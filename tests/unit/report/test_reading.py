@@ -135,6 +135,7 @@ def test_more_runs_than_one_can_tell_apart_are_refused(tmp_path: Path) -> None:
         find_runs([tmp_path])
 
 
+@pytest.mark.slow
 def test_runs_that_are_called_by_the_time_have_the_names_of_what_they_differ_in(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / f"2026-01-02_03-04-0{seed}", f"seed={seed}", epochs=1) for seed in (1, 2)]
     assert [run.name for run in read_runs(folders)] == ["seed=1", "seed=2"]

@@ -22,6 +22,7 @@ from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, lock_of
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator
+from tests.thinned import thinned
 from tests.unit.search.tiny_search import Setting, lost, never
 
 
@@ -110,6 +111,7 @@ def test_best_trial_whose_model_cannot_be_written_leaves_no_model_of_another(
     assert list((tmp_path / "best").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_best_trial_is_the_one_that_is_known_once_no_other_worker_writes(kept: Keep, tmp_path: Path) -> None:
     leader = Leader(0, Segment(0, 0), 1.0, 0.25, {"optimizer.learning_rate": 0.1}, False)
     known, found = [leader], []
@@ -124,7 +126,11 @@ def test_best_trial_is_the_one_that_is_known_once_no_other_worker_writes(kept: K
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(trial_registry, "Evaluator"), (Evaluator, "module"), (Evaluator, "evaluate"), (outcome, "save_weights")],
+    thinned(
+        [(trial_registry, "Evaluator"), (Evaluator, "module"), (Evaluator, "evaluate"), (outcome, "save_weights")],
+        quick=[2],
+        slow=[0, 1, 3],
+    ),
 )
 @pytest.mark.usefixtures("as_on_cuda")
 def test_device_that_is_lost_while_the_best_trial_is_tested_says_so(

@@ -52,6 +52,7 @@ def test_best_trial_is_what_a_trainer_makes_of_its_settings(tmp_path: Path) -> N
         search(output_dir=tmp_path / "search", loss=nn.CrossEntropyLoss(label_smoothing=0.1)).run()
 
 
+@pytest.mark.slow
 def test_widths_that_are_near_each_other_share_packs() -> None:
     """The best trial, padded or not, is what a trainer makes of its settings."""
     found = search(space={**SPACE, "model.hidden": {"low": 5, "high": 8}}, executor="fused", precision="fp32").run()
@@ -67,6 +68,7 @@ def test_widths_that_are_near_each_other_share_packs() -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_trials_begin_with_the_weights_of_a_file_in_the_unit_that_it_counts_in(tmp_path: Path) -> None:
     before = make(4)
     save_file(before.state_dict(), tmp_path / "weights.safetensors")
@@ -115,6 +117,7 @@ def test_mistakes_get_one_line(settings: dict[str, Any], error: type[Exception],
         search(**settings).run()
 
 
+@pytest.mark.slow
 def test_data_are_held_no_longer_than_the_search() -> None:
     kept = weakref.ref(first := search())
     path = first.config.data.target

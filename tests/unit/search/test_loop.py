@@ -82,6 +82,7 @@ def test_trials_of_two_batch_sizes_run_side_by_side_each_with_batches_of_its_siz
     assert {4, 8} in seen
 
 
+@pytest.mark.slow
 def test_hyperband_interleaves_brackets_so_that_packs_stay_full(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +131,7 @@ def test_stopped_search_goes_on_in_the_middle_of_its_segments(
     assert not list(setting.folder.glob("*/*.underway.pt"))
 
 
+@pytest.mark.slow
 def test_search_killed_within_long_segments_goes_on_where_they_were_kept(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +224,7 @@ def waiting_segments(search: SearchLoop) -> list[Segment]:
     return ready(search.rules.brackets, search.results, maximize=True)
 
 
+@pytest.mark.slow
 def test_streamed_samples_are_shared_by_trials_that_are_at_the_same_ones(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +304,7 @@ def test_trial_whose_settings_are_refused_fails_and_the_others_go_on(setting: Se
     assert [message for message in setting.messages if "Trial 0 failed" in message]
 
 
+@pytest.mark.slow
 def test_state_that_is_lost_is_trained_again_from_the_beginning(setting: Setting, tmp_path: Path) -> None:
     whole = finished(tmp_path / "whole")
     search = setting.search()
@@ -359,6 +363,7 @@ def test_tpe_like_searches_sample_no_more_trials_than_there_is_room_for(setting:
     assert max(sampled) == 2
 
 
+@pytest.mark.slow
 def test_packs_on_a_cpu_are_no_more_than_its_cores(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.policy, setting.width = "random", 8
     setting.make = lambda trial: partial(nn.Linear, 4, 3, bias=trial % 2 == 0)

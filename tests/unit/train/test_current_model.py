@@ -10,6 +10,7 @@ from crossbow_py import SMA, Independent, Listener, UserError
 from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.errors import LearnerError
 from tests.support import linear_model
+from tests.thinned import thinned
 from tests.trainers import blobs, equal_states, image_trainer, make_trainer
 
 RULES = [SMA(), SynchronousSGD(), SMA(average_ema=2.0), Independent()]
@@ -47,7 +48,7 @@ def test_model_after_fit_is_that_of_the_result(rule):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.NAME)
-@pytest.mark.parametrize("num_learners", [1, 2])
+@pytest.mark.parametrize("num_learners", thinned([1, 2], quick=[1], slow=[0]))
 def test_model_after_ctrl_c_is_that_of_the_rounds_until_then(rule, num_learners):
     trainer = image_trainer(averaging=rule, num_learners=num_learners)
     with pytest.raises(KeyboardInterrupt):
@@ -57,7 +58,7 @@ def test_model_after_ctrl_c_is_that_of_the_rounds_until_then(rule, num_learners)
     assert trainer.evaluate().loss == whole.summary.test_loss
 
 
-@pytest.mark.parametrize("executor", ["threads", "fused"])
+@pytest.mark.parametrize("executor", thinned(["threads", "fused"], quick=[0], slow=[1]))
 def test_trainer_interrupted_beside_working_threads_has_a_model_and_trains_on(executor):
     trainer = image_trainer(executor=executor, num_learners=4)
     for _ in range(3):

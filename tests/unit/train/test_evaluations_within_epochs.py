@@ -73,6 +73,7 @@ def first_loss() -> float:
     return records[0].test_loss
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_between_goes_on_to_the_same_records(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     trainer(evaluations_per_epoch=5, output_dir=whole)[0].fit(max_epochs=2)

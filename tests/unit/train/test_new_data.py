@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from crossbow_py import SGD, Independent, Trainer, UserError
+from tests.thinned import thinned
 from tests.trainers import blobs, image_trainer, images, make_trainer
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
@@ -41,16 +42,20 @@ def normalised(pixels):
 
 @pytest.mark.parametrize(
     "form",
-    [
-        lambda x, y: x,
-        lambda x, y: x.numpy(),
-        lambda x, y: (x, y),
-        lambda x, y: {"input": x},
-        lambda x, y: TensorDataset(x),
-        lambda x, y: Items(list(x)),
-        lambda x, y: Items([each.numpy() for each in x]),
-        lambda x, y: Items(list(zip(x, y, strict=True))),
-    ],
+    thinned(
+        [
+            lambda x, y: x,
+            lambda x, y: x.numpy(),
+            lambda x, y: (x, y),
+            lambda x, y: {"input": x},
+            lambda x, y: TensorDataset(x),
+            lambda x, y: Items(list(x)),
+            lambda x, y: Items([each.numpy() for each in x]),
+            lambda x, y: Items(list(zip(x, y, strict=True))),
+        ],
+        quick=[1, 3, 7],
+        slow=[0, 2, 4, 5, 6],
+    ),
     ids=["tensor", "array", "pair", "dict", "tensor data set", "items", "array items", "labelled items"],
 )
 def test_predict_has_the_numbers_of_a_plain_loop_of_the_model_in_every_form_of_data(trained, form):

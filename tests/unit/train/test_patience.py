@@ -128,6 +128,7 @@ def test_run_stops_after_patience_and_returns_the_model_of_the_best_evaluation(o
     assert read_summary(tmp_path)["model_epoch"] == result.summary.model_epoch
 
 
+@pytest.mark.slow
 def test_restore_best_returns_the_best_of_a_run_that_ends_otherwise_and_evaluate_measures_it():
     trainer, watcher = watched()
     result = trainer.fit(max_epochs=8, restore_best=True)

@@ -21,6 +21,7 @@ from crossbow_py.engine.modules.standardized import statistics_of
 from crossbow_py.schedules import Constant, Cosine
 from crossbow_py.train import run_settings
 from crossbow_py.train.checks.seeded_model import seeded_model
+from tests.thinned import thinned
 
 _DRAWS = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(48, 4, generator=_DRAWS)
@@ -61,7 +62,7 @@ def plain_loop(ids: list[int], seed: int, epochs: int, loss: Any) -> tuple[dict[
 
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(delta=0.5)])
-@pytest.mark.parametrize("executor", ["serial", "fused"])
+@pytest.mark.parametrize("executor", thinned(["serial", "fused"], quick=[1], slow=[0]))
 def test_rows_train_as_a_loop_on_standardized_targets_and_are_measured_in_their_unit(
     executor: str, loss: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +160,7 @@ def test_only_runs_whose_optimizer_is_not_given_standardize_by_themselves(
     assert {is_done(model), is_done(many)} == {is_standardized}
 
 
+@pytest.mark.slow
 def test_members_are_all_standardized_or_none_and_it_is_said() -> None:
     """Catches members in one call that are compared in training losses of other units, without a word."""
     members = [Member(), Member(seed=1, optimizer=SGD(learning_rate=1e-6))]

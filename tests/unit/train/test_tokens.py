@@ -15,6 +15,7 @@ from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.telemetry.console import final_lines
 from crossbow_py.telemetry.events import EpochRecord
+from tests.thinned import pairs, thinned
 
 SAMPLES, TOKENS, WORDS, BATCH = 40, 6, 9, 4
 EXECUTORS = ["serial", "threads", "fused", "fused_threads"]
@@ -59,9 +60,9 @@ def plain(data: tuple[Tensor, Tensor], rounds: int, smoothing: float) -> nn.Modu
     return model
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("ignores", [False, True])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("executor", "ignores", "smoothing"), pairs(list(EXECUTORS), [False, True], [0.0, 0.2], quick=4)
+)
 def test_tokens_train_as_in_a_plain_loop(executor: str, ignores: bool, smoothing: float) -> None:
     data = sentences(ignores)
     trainer = Trainer(
@@ -134,7 +135,7 @@ class Reads(nn.Module):
         return scores
 
 
-@pytest.mark.parametrize("length", [7, 8, 9])
+@pytest.mark.parametrize("length", thinned([7, 8, 9], quick=[1], slow=[0, 2]))
 @pytest.mark.parametrize("loss", [None, nn.CrossEntropyLoss(ignore_index=0), partial(F.cross_entropy, ignore_index=0)])
 def test_as_many_tokens_as_classes_are_tokens_all_the_same(length: int, loss: Any) -> None:
     ids = torch.randint(1, 8, (64, length), generator=torch.Generator().manual_seed(0))

@@ -322,6 +322,7 @@ class Sweep:
         return Done(Ended(2, err="error: no.\n") if seed == "seed=3" else Ended(0, f"trained {seed}\n"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_folder")
 def test_sweep_prints_each_run_as_it_ends_and_resumes_what_was_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

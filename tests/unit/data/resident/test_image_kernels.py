@@ -9,6 +9,7 @@ from torch import Tensor
 from crossbow_py.core.triton_launch import KernelError, recorded
 from crossbow_py.data.resident import image_kernels as module
 from crossbow_py.data.resident.image_kernels import PixelTable, check, gather_images
+from tests.thinned import pairs
 
 N, STORED_HEIGHT, STORED_WIDTH = 6, 11, 9
 
@@ -55,10 +56,10 @@ def new_images(num_learners: int, batch: int, shape: tuple[int, int, int], order
 SHAPES = [(3, 7, 5), (1, 4, 9), (2, 11, 9), (4, 2, 3)]
 
 
-@pytest.mark.parametrize("order", ["stacked", "channels"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("erased", [False, True])
+@pytest.mark.parametrize(
+    ("order", "dtype", "shape", "erased"),
+    pairs(["stacked", "channels"], [torch.float32, torch.bfloat16, torch.float64], SHAPES, [False, True], quick=12),
+)
 def test_batches_in_either_memory_order_equal_a_loop_over_pixels(
     shape: tuple[int, int, int], dtype: torch.dtype, order: str, erased: bool
 ) -> None:

@@ -20,6 +20,7 @@ from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import NativeUpdate
 from tests.recording_streams import RecordingStreams, ShuffledStreams
 from tests.support import assert_equal, features, linear_model, make_tasks, norm_model, plan, run
+from tests.thinned import pairs
 
 IMAGES = features(48, (3, 6, 6))
 RULES = [SynchronousSGD(), GroupedSMA(group_size=2)]
@@ -95,9 +96,10 @@ def test_learners_whose_gradients_are_averaged_are_one_with_their_batches_in_one
     assert (together[0] - alone[0]).norm() <= 1e-12 * alone[0].norm()
 
 
-@pytest.mark.parametrize("optimizer", [SGD(momentum=0.7), AdamW(clip_norm=0.5)], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("rule", RULES, ids=KEYS)
-@pytest.mark.parametrize("executor", ["threads", "fused", "fused_threads"])
+@pytest.mark.parametrize(
+    ("executor", "rule", "optimizer"),
+    pairs(["threads", "fused", "fused_threads"], RULES, [SGD(momentum=0.7), AdamW(clip_norm=0.5)], quick=3),
+)
 def test_executors_on_the_host_equal_serial(executor, rule, optimizer):
     ours, reference = (tasks_for(rule, optimizer=optimizer, order=order) for order in ("blocks", "rows"))
     found = run(EXECUTORS[executor](ours), ours, 6)

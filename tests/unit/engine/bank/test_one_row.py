@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -27,6 +28,7 @@ from tests.support import (
     poison,
     run,
 )
+from tests.thinned import thinned
 
 K = 3
 PICTURES = features(48, (3, 8, 8))
@@ -96,8 +98,12 @@ def pair(make_model=linear_model, **options):
     return make_tasks(make_model, one_row=True, **options), make_tasks(make_model, **options)
 
 
-@pytest.mark.parametrize("name", TASKS)
-@pytest.mark.parametrize("optimizer", [SGD(nesterov=True, clip_norm=0.3), AdamW()], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    thinned(
+        itertools.product(TASKS, [SGD(nesterov=True, clip_norm=0.3), AdamW()]), quick=[0, 3, 5], slow=[1, 2, 4, 6, 7]
+    ),
+)
 def test_one_row_trains_as_learners_with_a_row_each(name, optimizer):
     make_model, data = TASKS[name]
     ours, reference = pair(make_model, data=data(), optimizer=optimizer)

@@ -27,6 +27,7 @@ from tests.support import (
     plan,
     run,
 )
+from tests.thinned import thinned
 
 OPTIMIZERS = [
     SGD(weight_decay=1e-3), SGD(nesterov=True, clip_norm=0.5), SGD(momentum=(0.5, 0.9, 0.0)), AdamW(weight_decay=0.1),
@@ -53,7 +54,7 @@ def tasks_for(network, num_learners=3, **options):
     return make_tasks(make, num_learners=num_learners, data=networks.inputs_for(network), order="blocks", **options)
 
 
-@pytest.mark.parametrize("network", networks.NETWORKS)
+@pytest.mark.parametrize("network", thinned(networks.NETWORKS, quick=range(0, 10, 3), slow=range(10)))
 def test_every_network_is_captured_and_equals_serial(network):
     ours, reference = (tasks_for(network, num_learners=2) for _ in range(2))
     device = RecordingStreams()
@@ -151,8 +152,7 @@ def test_after_a_failed_capture_in_the_process_nothing_else_is_captured_but_grap
     run(runner, later, 5)
     assert not any("capture" in entry for entry in device.log)
     assert runner.notes == [
-        "CUDA graphs are not used: a capture failed in this process "
-        "(RuntimeError: by another model)."
+        "CUDA graphs are not used: a capture failed in this process (RuntimeError: by another model)."
     ]
 
 
@@ -164,9 +164,7 @@ def test_switch_runs_rounds_without_graphs_and_they_are_what_serial_gives(monkey
     found, expected = run(runner, ours, 6), run(SerialExecutor(reference), reference, 6)
     assert_equal(ours.bank, reference.bank, found, expected)
     assert not any("capture" in entry for entry in device.log)
-    assert runner.notes == [
-        "CUDA graphs are not used: CROSSBOW_GRAPHS is 0."
-    ]
+    assert runner.notes == ["CUDA graphs are not used: CROSSBOW_GRAPHS is 0."]
 
 
 def test_loss_that_draws_elsewhere_runs_rounds_eagerly_and_says_so():

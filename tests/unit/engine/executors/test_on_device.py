@@ -37,6 +37,7 @@ from tests.support import (
     run,
     run_rounds,
 )
+from tests.thinned import thinned
 
 EXECUTORS = pytest.mark.parametrize("executor", [FusedExecutor, StreamsExecutor])
 
@@ -47,7 +48,7 @@ def twice(*arguments, order="blocks", **options):
 
 
 @EXECUTORS
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", thinned(range(4), quick=[0], slow=[1]))
 @pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3), Independent()], ids=["every", "third", "independent"])
 def test_any_order_that_streams_and_events_allow_gives_what_serial_gives(executor, seed, rule):
     ours, reference = twice(norm_with_dropout, num_learners=3, rule=rule, data=IMAGES)

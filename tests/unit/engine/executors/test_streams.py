@@ -30,6 +30,7 @@ from tests.support import (
     plan,
     run,
 )
+from tests.thinned import pairs
 
 
 def test_rounds_say_that_they_are_graphs_from_when_they_are():
@@ -94,9 +95,15 @@ def test_executor_is_ready_once_the_round_before_the_last_is_over_on_every_learn
     runner.close()
 
 
-@pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), SGD(nesterov=True, clip_norm=0.5), AdamW()], ids=repr)
-@pytest.mark.parametrize("make_model", [norm_model, norm_with_dropout])
-@pytest.mark.parametrize("order", ["rows", "blocks"])
+@pytest.mark.parametrize(
+    ("optimizer", "make_model", "order"),
+    pairs(
+        [SGD(weight_decay=1e-3), SGD(nesterov=True, clip_norm=0.5), AdamW()],
+        [norm_model, norm_with_dropout],
+        ["rows", "blocks"],
+        quick=3,
+    ),
+)
 def test_streams_after_twenty_rounds_in_float64_equal_serial(optimizer, make_model, order):
     ours, reference = (
         make_tasks(make_model, num_learners=3, optimizer=optimizer, data=IMAGES, order=order) for _ in range(2)

@@ -20,6 +20,7 @@ from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.train.checks.seeded_model import faithful_copy
 from tests.support import features, make_tasks, plan
+from tests.thinned import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 WIDTH, RATE, ROUNDS, LEARNERS = 5, 0.05, 4, 2
@@ -268,7 +269,7 @@ def examine(seeds):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("executor", ["serial", "fused"])
+@pytest.mark.parametrize("executor", thinned(["serial", "fused"], quick=[1], slow=[0]))
 def test_every_kind_of_block_trains_as_in_pytorch_or_is_refused(name, executor):
     found = outcome(lambda: (torch.manual_seed(0), Net([name], shares=False))[1], executor)
     never = {"weight hook", "holds itself", "old checkpoint"}  # which torch.autograd.grad does not support

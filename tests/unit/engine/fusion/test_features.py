@@ -17,6 +17,7 @@ from crossbow_py.engine.fusion.graph import FusedGraph, Midway
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.many.results import Results
 from crossbow_py.telemetry.events import RoundEnd
+from tests.thinned import thinned
 
 IMAGES = torch.randint(0, 256, (96, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 LABELS = torch.randint(0, 3, (96,), generator=torch.Generator().manual_seed(2))
@@ -74,7 +75,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("orders", [[None] * 3, [0, 1, 2]], ids=["shared batches", "orders of their own"])
+@pytest.mark.parametrize("orders", thinned([[None] * 3, [0, 1, 2]], quick=[0], slow=[1]), ids=["shared", "own orders"])
 def test_members_train_to_the_same_bits_and_a_frozen_base_runs_in_the_first_epoch_alone(
     orders: list[int | None], runs: list[int]
 ) -> None:
@@ -88,6 +89,7 @@ def test_members_train_to_the_same_bits_and_a_frozen_base_runs_in_the_first_epoc
     assert rounds - trials <= 96 if orders[0] is None else rounds - trials <= 3 * 96
 
 
+@pytest.mark.slow
 def test_learners_that_average_train_to_the_same_bits() -> None:
     def weights(cache: Any) -> dict[str, Tensor]:
         trainer = Trainer(
@@ -100,6 +102,7 @@ def test_learners_that_average_train_to_the_same_bits() -> None:
     assert all(torch.equal(value, expected[name]) for name, value in weights("auto").items())
 
 
+@pytest.mark.slow
 def test_features_of_buffers_that_a_callback_has_written_since_are_forgotten() -> None:
     def weights(cache: Any) -> Tensor:
         trainer = Trainer(
@@ -116,11 +119,13 @@ def test_features_of_buffers_that_a_callback_has_written_since_are_forgotten() -
     assert torch.equal(weights("auto"), weights(False))
 
 
+@pytest.mark.slow
 def test_members_with_other_buffers_of_frozen_layers_train_as_without_features() -> None:
     members = [Member(name=f"{offset}", model=partial(probe, offset)) for offset in (0.0, 0.5)]
     assert_same_bits(trained(probe, members), trained(probe, members, cache_features=False))
 
 
+@pytest.mark.slow
 def test_a_base_whose_samples_depend_on_each_other_is_not_kept() -> None:
     members = [Member(), Member(optimizer=SGD(learning_rate=0.1))]
     assert_same_bits(trained(Mixes, members), trained(Mixes, members, cache_features=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from crossbow_py.engine.modules.precision import BF16, FP32, FP64, cast_module
 from crossbow_py.models import MODELS
 from tests import networks
 from tests.support import CPU, norm_model
+from tests.thinned import thinned
 from tests.unit.engine.fusion.trio import K, Trio
 
 BATCH = 2
@@ -84,8 +86,13 @@ def test_every_zoo_model_is_tried():
     assert {*SHAPES, "custom"} == set(MODELS)
 
 
-@pytest.mark.parametrize("network", networks.NETWORKS)
-@pytest.mark.parametrize("order", ["blocks", "rows"])
+@pytest.mark.parametrize(
+    ("network", "order"),
+    thinned(
+        itertools.product(networks.NETWORKS, ["blocks", "rows"]),
+        quick=[2 * place + place % 2 for place in range(len(networks.NETWORKS))],
+    ),
+)
 def test_network_in_evaluation_mode_equals_each_module_alone(network, order):
     trio = trio_of(network, order=order)
     inputs = networks.inputs_for(network, K * BATCH)[0]
@@ -106,9 +113,7 @@ def test_evaluation_mode_in_other_precisions_follows_the_cast_modules(precision,
 
 
 def test_batch_norm_without_running_statistics_normalises_by_the_batch_as_the_module_does():
-    trio = trio_of(
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False))
-    )
+    trio = trio_of(lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False)))
     check(trio, torch.randn(K, 5, 3, 4, 4, dtype=torch.float64))
 
 

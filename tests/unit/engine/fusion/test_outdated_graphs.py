@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from crossbow_py import SMA, Independent, Listener
+from tests.thinned import pairs
 from tests.trainers import Recorder, equal_states, image_model, images, make_trainer
 
 
@@ -34,9 +35,9 @@ def _one_degree():
     Tempered.outside["temperature"] = 1.0
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("rule", [SMA(), Independent()], ids=lambda rule: rule.NAME)
-@pytest.mark.parametrize("executor", ["fused", "fused_threads"])
+@pytest.mark.parametrize(
+    ("executor", "rule", "precision"), pairs(["fused", "fused_threads"], [SMA(), Independent()], ["fp32", "bf16"])
+)
 def test_temperature_that_a_callback_changes_is_noticed_after_an_epoch(executor, rule, precision):
     recorder = Recorder()
     make_trainer(

@@ -23,6 +23,7 @@ from crossbow_py.engine.fusion.values import Fused, Layout
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import BF16
 from tests.support import features, make_tasks, run
+from tests.thinned import pairs
 from tests.unit.engine.fusion.trio import K, Trio
 
 
@@ -101,9 +102,7 @@ def trio_of(model: nn.Module) -> Trio:
     return Trio(models)
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["one batch", "own batches"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "place", "shared"), pairs(list(KINDS), list(PLACES), [True, False], quick=len(KINDS)))
 def test_frozen_layer_of_all_learners_equals_three_modules(kind: str, place: str, shared: bool) -> None:
     torch.manual_seed(0)
     layer = KINDS[kind]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 from crossbow_py.engine.kernels import batch_norm
 from crossbow_py.engine.kernels.statistics import Workspace, finish_statistics
+from tests.thinned import pairs, thinned
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MOMENTUM, EPS = 0.3, 1e-3
@@ -104,16 +106,21 @@ def assert_as_reference(given: Layer):
         assert_near(gradients["residual"], expected["residual"], TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    thinned(
+        itertools.product(SHAPES, DTYPES),
+        quick=[len(DTYPES) * place + place % len(DTYPES) for place in range(len(SHAPES))],
+        slow=[len(DTYPES) * place + (place + 1) % len(DTYPES) for place in range(len(SHAPES))],
+    ),
+)
 def test_layer_with_residual_relu_and_two_gradients_equals_torch(shape, dtype):
     assert_as_reference(layer(shape, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("num_gradients", [1, 2])
+@pytest.mark.parametrize(
+    ("num_gradients", "residual", "relu", "dtype"), pairs([1, 2], [True, False], [True, False], DTYPES, quick=4)
+)
 def test_layer_of_every_kind_equals_torch(num_gradients, residual, relu, dtype):
     assert_as_reference(layer((21, 19), dtype, residual, relu, num_gradients))
 

@@ -78,6 +78,7 @@ def test_values_that_are_not_numbers_repeat():
     assert repeated("sums", lambda: [torch.tensor([torch.nan])])[0].isnan()
 
 
+@pytest.mark.slow
 def test_a_check_of_images_is_of_several_blocks():
     with recorded() as launches:
         image_kernels.check(CPU, torch.float32)

@@ -12,6 +12,7 @@ from crossbow_py.core.triton_launch import recorded
 from crossbow_py.engine.kernels import convolution as kernels
 from crossbow_py.engine.kernels.geometry import Geometry, blocking, split_blocking
 from crossbow_py.engine.kernels.statistics import Statistics
+from tests.thinned import thinned
 
 CPU = torch.device("cpu")
 GEOMETRIES = {
@@ -72,7 +73,7 @@ def test_convolution_and_its_gradients_equal_float64(geometry, dtype):
     assert_close(d_filters, gradients[1], torch.float32 if dtype == torch.float32 else dtype)
 
 
-@pytest.mark.parametrize("wanted", ["inputs", "filters"])
+@pytest.mark.parametrize("wanted", thinned(["inputs", "filters"], quick=[1], slow=[0]))
 def test_either_gradient_alone_is_what_it_is_beside_the_other(wanted):
     geometry = GEOMETRIES["stride"]
     inputs, filters, _, given, _, gradients = case(geometry, torch.float32)
@@ -116,6 +117,7 @@ def test_statistics_of_the_outputs_come_with_them(name):
     assert not workspace.counters.any()
 
 
+@pytest.mark.slow
 def test_forward_is_one_launch_and_so_are_both_gradients():
     geometry = GEOMETRIES["three by three"]
     inputs, filters, _, given, _, _ = case(geometry, torch.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from crossbow_py.core.triton_launch import KernelError, recorded
 from crossbow_py.engine.kernels import cross_entropy as module
 from crossbow_py.engine.kernels.cross_entropy import check, cross_entropy_of_learners
+from tests.thinned import thinned
 
 # The interpreter computes in numpy, which warns of inf - inf, 0 / 0 and log 0.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")
@@ -49,8 +52,14 @@ def drawn(k: int, batch: int, classes: int, dtype: torch.dtype = torch.float32) 
 SHAPES = [(1, 1, 1), (3, 5, 10), (2, 16, 10), (2, 301, 17), (1, 1030, 3), (2, 3, 1000), (1, 2, 4099)]
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    thinned(
+        itertools.product(SHAPES, TOLERANCES),
+        quick=[4 * place + place % 4 for place in range(len(SHAPES))],
+        slow=[4 * place + (place + 2) % 4 for place in range(len(SHAPES))],
+    ),
+)
 def test_losses_and_gradient_of_drawn_outputs_equal_torchs(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     outputs, targets = drawn(*shape, dtype)
     with recorded() as launches:

@@ -22,6 +22,7 @@ from crossbow_py.engine.trust.remember import forget
 from crossbow_py.engine.update.kernel_update import KernelUpdate, choose_kernel_update
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
+from tests.thinned import pairs
 
 CPU = torch.device("cpu")
 OPTIMIZERS = [
@@ -63,9 +64,7 @@ def run_kernels(bank, optimizer, averaging, moves=True, losses=LOSSES, count=2.0
     results[:k, 0] = torch.tensor(losses[:k])
     rates, counts = (torch.full((k + 1,), value, dtype=torch.float64) for value in (rate, count))
     update = KernelUpdate(bank, optimizer, moves=moves)
-    update.correct(
-        averaging, results=results, loss_column=0, finite_column=2, learning_rates=rates, step_counts=counts
-    )
+    update.correct(averaging, results=results, loss_column=0, finite_column=2, learning_rates=rates, step_counts=counts)
     return update, results[:k, 2].tolist(), counts[:k].tolist()
 
 
@@ -97,14 +96,17 @@ def no_memory_of_checks():
     forget("kernels")
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [(FP64, 1e-13), (FP32, 2e-6), (BF16, 2e-6)])
 @pytest.mark.parametrize(
-    "averaging",
-    [LinearRound(1 / 3, 0.9), LinearRound(0.7, share=1 / 3, follows_learners=True), None],
-    ids=["averages", "follows", "alone"],
+    ("optimizer", "averaging", "precision"),
+    pairs(
+        OPTIMIZERS,
+        [LinearRound(1 / 3, 0.9), LinearRound(0.7, share=1 / 3, follows_learners=True), None],
+        [FP64, FP32, BF16],
+        quick=8,
+    ),
 )
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=[str(n) for n in range(len(OPTIMIZERS))])
-def test_update_of_three_learners_equals_the_reference_in_float64(optimizer, averaging, precision, tolerance):
+def test_update_of_three_learners_equals_the_reference_in_float64(optimizer, averaging, precision):
+    tolerance = 1e-13 if precision is FP64 else 2e-6
     bank = make_bank(optimizer, precision)
     reference = in_float64(bank, optimizer)
     _, finite, counts = run_kernels(bank, optimizer, averaging)

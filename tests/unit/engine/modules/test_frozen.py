@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.schedules import Constant
 from crossbow_py.train import run_settings
+from tests.thinned import thinned
 from tests.trainers import image_trainer
 from tests.unit.packs import test_pack as packs
 
@@ -65,8 +67,9 @@ def assert_still(state: dict[str, Any]) -> None:
     assert all(torch.equal(value, expected[name].to(value)) for name, value in still_part(state).items())
 
 
-@pytest.mark.parametrize("make_model", WAYS)
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(
+    ("executor", "make_model"), thinned(itertools.product(EXECUTORS, WAYS), quick=[0, 5], slow=[2, 7])
+)
 def test_one_learner_trains_as_a_plain_loop_does(make_model: Callable[[], nn.Module], executor: str) -> None:
     trainer = image_trainer(
         model=make_model, num_learners=1, executor=executor, optimizer=SGD(learning_rate=0.05, momentum=0.9),
@@ -119,8 +122,9 @@ def test_recalibration_measures_the_other_norms_behind_the_frozen_ones(make_mode
     torch.testing.assert_close(result.model.state_dict()["1.running_var"], var, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("make_model", WAYS)
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(
+    ("executor", "make_model"), thinned(itertools.product(EXECUTORS, WAYS), quick=[0, 5], slow=[2, 7])
+)
 def test_trials_of_a_pack_keep_it_and_are_what_each_is_alone(
     make_model: Any, executor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +206,7 @@ class Masked(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_members_of_other_frozen_values_and_widths_learn_what_each_learns_alone() -> None:
     draws = torch.Generator().manual_seed(0)
     data = torch.randn(24, 4, generator=draws), torch.randint(0, 3, (24,), generator=draws)

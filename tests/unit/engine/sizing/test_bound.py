@@ -86,6 +86,7 @@ def test_saved_bytes_are_those_kept_for_the_backward_pass() -> None:
     assert saved_bytes(chain, torch.zeros(5, 4), FP32) == 4 * (5 * 4 + 5 * 7)
 
 
+@pytest.mark.slow
 def test_pass_that_is_counted_leaves_no_graph_behind() -> None:
     """Of outputs that are saved for the backward pass, as ReLU's is; with them the model's weights would live on."""
     chain = nn.Sequential(nn.Linear(61, 67), nn.ReLU(), nn.Linear(67, 61), nn.ReLU())

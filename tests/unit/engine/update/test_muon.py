@@ -27,6 +27,7 @@ from crossbow_py.engine.update.row_update import Step, TorchUpdate
 from crossbow_py.engine.update.update_choice import choose_update
 from tests.recording_streams import RecordingStreams
 from tests.support import CPU, assert_learners_equal, features, make_tasks, run, run_rounds
+from tests.thinned import pairs
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -190,7 +191,13 @@ def test_fifty_rounds_are_those_of_numpy(optimizer: Muon, order: str) -> None:
     template = Net().double()
     matrices = optimizer.matrices(template)
     bank = ReplicaBank(
-        template, 2, device=CPU, precision=FP64, state_names=optimizer.state_names, order=order, matrices=matrices  # type: ignore[arg-type]
+        template,
+        2,
+        device=CPU,
+        precision=FP64,
+        state_names=optimizer.state_names,
+        order=order,
+        matrices=matrices,  # type: ignore[arg-type]
     )
     learner = 1
     expected = {name: own.detach().numpy().copy() for name, own in template.named_parameters()}
@@ -326,9 +333,12 @@ def test_steps_on_the_device_are_those_of_the_reference(optimizer: Muon, togethe
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("averaging", [SynchronousSGD(), SMA(), GroupedSMA(group_size=2)], ids=lambda rule: rule.NAME)
-@pytest.mark.parametrize("kind", [FusedExecutor, StreamsExecutor])
-@pytest.mark.parametrize("others", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("averaging", "kind", "others"),
+    pairs(
+        [SynchronousSGD(), SMA(), GroupedSMA(group_size=2)], [FusedExecutor, StreamsExecutor], ["sgd", "adamw"], quick=3
+    ),
+)
 def test_rounds_on_a_device_equal_serial(others: Any, kind: Any, averaging: AveragingRule) -> None:
     """Where learners share a gradient, the first one's matrices are orthogonalised for all."""
     optimizer = Muon(

@@ -24,6 +24,7 @@ from crossbow_py.engine.update.native.library import load
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step, TorchUpdate
 from crossbow_py.engine.update.update_choice import choose_update
+from tests.thinned import thinned
 
 CPU = torch.device("cpu")
 LENGTHS = (20_003, 37)  # no multiple of a chunk, a block or a vector register
@@ -274,7 +275,10 @@ def flipped(content):
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-@pytest.mark.parametrize("harm", [lambda _: b"", lambda _: b"no library", lambda content: content[:5000], flipped])
+@pytest.mark.parametrize(
+    "harm",
+    thinned([lambda _: b"", lambda _: b"no library", lambda content: content[:5000], flipped], quick=[3], slow=[2]),
+)
 def test_damaged_library_in_the_cache_is_made_anew(library, harm):
     whole = library.read_bytes()
     library.unlink()  # which is loaded already

@@ -21,6 +21,8 @@ from crossbow_py.telemetry.loggers.mlflow_logger import MLflowLogger, MLflowTrac
 from crossbow_py.telemetry.loggers.tracker import Subject, TrialRun
 from tests.trackers import mlflow_template
 
+pytestmark = pytest.mark.slow  # importing MLflow alone takes seconds
+
 mlflow = pytest.importorskip("mlflow")
 
 
@@ -53,9 +55,7 @@ def record(logger: MLflowLogger, events: Any, folder: Path, epochs: range, **inf
 
 
 @pytest.mark.slow
-def test_run_has_parameters_curves_figures_status_pictures_and_files(
-    tmp_path: Path, events: Any, client: Any
-) -> None:
+def test_run_has_parameters_curves_figures_status_pictures_and_files(tmp_path: Path, events: Any, client: Any) -> None:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     record(logger := MLflowLogger(tags={"team": "a"}), events, folder, range(1, 3))
@@ -76,6 +76,7 @@ def test_run_has_parameters_curves_figures_status_pictures_and_files(
     assert run.info.run_id in logger.take_notes()[0]
 
 
+@pytest.mark.slow
 def test_run_that_goes_on_is_the_same_run_and_a_fresh_one_another(tmp_path: Path, events: Any, client: Any) -> None:
     record(MLflowLogger(), events, tmp_path, range(1, 3))
     record(MLflowLogger(), events, tmp_path, range(2, 4), samples_seen=1000)

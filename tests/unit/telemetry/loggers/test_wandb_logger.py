@@ -41,6 +41,7 @@ def record(logger: WandbLogger, events: Any, folder: Path, epochs: range, **info
     logger.close()
 
 
+@pytest.mark.slow
 def test_run_that_is_stopped_and_goes_on_has_settings_curves_pictures_files_and_one_id(
     tmp_path: Path, events: Any
 ) -> None:

@@ -174,6 +174,7 @@ def test_complex_buffer_is_whole_in_the_evaluated_and_the_exported_model():
     assert result.test_accuracy == pytest.approx(right)
 
 
+@pytest.mark.slow
 def test_relu_at_its_kink_is_no_difference() -> None:
     """On one thread, one of ResNet-32's ReLUs gets a value next to zero from these images."""
     images = torch.randint(0, 256, (512, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

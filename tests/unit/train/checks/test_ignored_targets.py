@@ -21,6 +21,7 @@ from crossbow_py.predict.report import as_text
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluate_bank
 from crossbow_py.train.run_folder.reporter import example_predictions
 from tests.support import feed_of
+from tests.thinned import thinned
 from tests.trainers import Recorder, make_trainer
 
 # Scores of two classes are the inputs themselves: odds of 3 to 1 for the first, of 1 to 3 for it, and even ones.
@@ -95,7 +96,9 @@ def test_data_that_the_loss_leaves_out_altogether_are_refused_in_one_line(fused:
 
 
 @pytest.mark.parametrize(("ignored", "loss"), KINDS)
-@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
+@pytest.mark.parametrize(
+    "executor", thinned(["serial", "threads", "fused", "fused_threads"], quick=[1, 2], slow=[0, 3])
+)
 def test_training_accuracy_is_that_of_samples_that_count(executor: str, ignored: int, loss: Any) -> None:
     # Samples are alike, half of them are of the first class, and the others count for nothing.
     recorder, targets = Recorder(), torch.tensor([0, ignored] * 20)

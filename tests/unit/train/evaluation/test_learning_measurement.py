@@ -228,6 +228,7 @@ def test_what_there_is_too_little_of_to_measure_is_none_and_the_rest_is_there(op
     assert {name for name, value in learning.items() if value is None} == missing
 
 
+@pytest.mark.slow
 def test_model_without_second_derivatives_has_no_sharpness_and_the_user_is_told_once():
     records, _, recorder = measured(model=OnceModel, stops={"max_epochs": 3}, optimizer=SGD(learning_rate=0.02))
     assert [record.learning.sharpness for record in records] == [None] * 3
@@ -359,6 +360,7 @@ def test_two_ranks_measure_what_one_with_all_learners_does_and_the_first_alone_s
         assert (second["sharpness"], second["gradient_variance"]) == (None, None)
 
 
+@pytest.mark.slow
 def test_ranks_of_one_learner_each_have_an_agreement():
     found = results(train_measured, 2, {"num_learners": 1, "executor": "threads"}, {"max_epochs": 1})
     assert [learning[-1]["agreement"] for _, learning in found] == [pytest.approx(found[0][1][-1]["agreement"])] * 2

@@ -63,9 +63,7 @@ def test_gradient_lost_once_by_one_learner_is_found(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("at", "message"), [(None, ""), (9, "numbers in fp32 differ by"), (36, "numbers in fp32 differ by")]
 )
-def test_step_of_muon_that_is_another_is_found(
-    at: int | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_of_muon_that_is_another_is_found(at: int | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are four runs of nine rounds: serial on the device and on the CPU, serial again, and fused."""
     orthogonalize, calls = Muon.orthogonalize, itertools.count(1)
 
@@ -117,6 +115,7 @@ def test_result_of_a_child_that_passes_gives_no_reason(tmp_path: Path, monkeypat
     assert json.loads((tmp_path / "result").read_text()) == {"reason": "", "may_change": False}
 
 
+@pytest.mark.slow
 def test_what_serial_gives_is_computed_once_for_all_rungs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = dataclasses.replace(TASK, executor="serial", kept=str(tmp_path), dropout=False)
     trained: list[str] = []

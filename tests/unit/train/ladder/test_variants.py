@@ -138,6 +138,7 @@ def geometries(name: str) -> list[Geometry]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet32", "resnet50", "vgg16"])
 def test_tiles_of_models_were_launched(name: str, launched: tuple[Precision, set[Form]]) -> None:
     precision, before = launched

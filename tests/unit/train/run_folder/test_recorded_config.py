@@ -186,6 +186,7 @@ def test_listeners_that_a_recorded_run_names_are_called_only_when_they_are_named
         assert composed([f"config={folder}", *words], TrainConfig).listeners == expected
 
 
+@pytest.mark.slow
 def test_services_that_a_recorded_run_records_to_are_used_only_when_they_are_named_again(tmp_path: Path) -> None:
     folder = run(tmp_path, "logger=[tensorboard,wandb]")
     for words in ([], ["logger.0=wandb"]):

@@ -162,6 +162,7 @@ def test_decisions_are_lines_of_their_own_in_the_metrics(tmp_path):
     assert [line["epoch"] for line in lines if "event" not in line] == [1]
 
 
+@pytest.mark.slow
 def test_learner_that_memory_does_not_hold_is_not_added_and_nothing_is_lost(monkeypatch):
     trainer = auto_trainer([2, 3], train_data=blobs(120), test_data=blobs(30))
     allocate, bank = ReplicaBank._allocate, trainer.run.bank
@@ -222,6 +223,7 @@ def test_learner_that_is_non_finite_when_the_number_changes_is_reseeded_first():
     assert all(bool(value.isfinite().all()) for each in states for value in each.values())
 
 
+@pytest.mark.slow
 def test_number_found_when_memory_runs_out_in_the_last_round_is_not_overruled_by_the_decision_before():
     trainer = auto_trainer([3], executor="serial", train_data=blobs(120))
     trainer.fit(max_rounds=2)  # three learners now

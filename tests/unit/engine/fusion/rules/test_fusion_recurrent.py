@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -13,6 +14,7 @@ from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.modules.precision import FP32, FP64
 from tests.support import features
+from tests.thinned import thinned
 from tests.unit.engine.fusion.test_fusion import assert_equal, maker, run
 from tests.unit.engine.fusion.trio import K, Trio, three_of
 
@@ -142,7 +144,7 @@ def check(model: nn.Module, training: bool = True, looped: Sequence[str] | None 
 ARRIVALS = [*((name, "scaled") for name in LAYERS), *((name, how) for name in STATES for how in ("raw", "mixed"))]
 
 
-@pytest.mark.parametrize(("name", "arrives"), ARRIVALS)
+@pytest.mark.parametrize(("name", "arrives"), thinned(ARRIVALS, quick=range(0, len(ARRIVALS), 2), slow=range(33)))
 def test_recurrent_layer_of_three_learners_equals_three_modules(name, arrives):
     check(Layer(LAYERS[name](), arrives))
 
@@ -157,8 +159,14 @@ def test_recurrent_layer_in_evaluation_mode_equals_three_modules(name):
     check(Layer(LAYERS[name](), "scaled"), training=False)
 
 
-@pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"])
-@pytest.mark.parametrize("make", [lstm, gru, elman])
+@pytest.mark.parametrize(
+    ("make", "frozen"),
+    thinned(
+        itertools.product([lstm, gru, elman], ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"]),
+        quick=[0, 4, 8],
+        slow=range(9),
+    ),
+)
 def test_recurrent_layer_with_a_frozen_parameter_equals_three_modules(make, frozen):
     layer = make()
     getattr(layer, frozen).requires_grad_(False)

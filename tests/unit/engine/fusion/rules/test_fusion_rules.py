@@ -6,6 +6,7 @@ Each case meets its operator in all three layouts: on the raw input (shared by a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -66,6 +67,7 @@ def pairwise(first: Tensor, second: Tensor) -> Tensor:
 
 INDEX = torch.tensor([4, 0, 3, 3])
 TRIANGLE = torch.ones(6, 6, dtype=torch.bool).tril()
+
 
 @torch.no_grad()
 def _without_gradient(x: Tensor) -> Tensor:
@@ -289,13 +291,16 @@ CASES: dict[str, Case] = {
             lambda x, w, m, reduction=reduction: functional.cross_entropy(
                 x * w, torch.arange(len(x)) % 4, reduction=reduction, ignore_index=2, label_smoothing=0.1
             ),
-            x=ROWS, w=(6,),
+            x=ROWS,
+            w=(6,),
         )
         for reduction in ("none", "mean", "sum")
     },
     "cross entropy of weighted classes": Case(
         lambda x, w, m: functional.cross_entropy(x * w, torch.arange(len(x)) % 4, torch.arange(6.0, dtype=x.dtype)),
-        x=ROWS, w=(6,), looped=True,
+        x=ROWS,
+        w=(6,),
+        looped=True,
     ),
     "linear of a constant": Case(lambda x, w, m: functional.linear(x, torch.ones(2, 6, dtype=x.dtype))),
     "linear used twice": Case(lambda x, w, m: m.fc(m.fc(x).tanh()), x=ROWS, parts=lambda: {"fc": nn.Linear(6, 6)}),
@@ -394,7 +399,13 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# An operator of `make test` with other arguments, or on other shapes.
+VARIANT = re.compile(r" (with|without|of|by|in|over|from|used) |, ")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * bool(VARIANT.search(name))) for name in CASES]
+)
 def test_operator_for_three_learners_equals_three_modules(name):
     case = CASES[name]
     torch.manual_seed(4)

@@ -415,6 +415,7 @@ def test_numbers_of_groups_share_a_choice_up_to_each_power_of_two():
     assert [keys.index(key) for key in keys] == [0, 1, 2, 2, 4, 4, 4, 4]
 
 
+@pytest.mark.slow
 def test_layers_that_differ_in_bias_or_norm_alone_are_measured_each_and_share_gradients_of_inputs(
     monkeypatch, tmp_path
 ):
