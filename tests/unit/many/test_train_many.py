@@ -108,7 +108,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("executor", thinned(EXECUTORS, quick=[EXECUTORS.index("fused")], slow=range(len(EXECUTORS))))
+@pytest.mark.parametrize("executor", thinned(EXECUTORS, quick=[2], slow=[0]))
 def test_members_of_every_kind_are_what_they_are_alone(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bits; fused, in float64 after 56 rounds, to 1e-10."""
     if is_fused := executor == "fused":
@@ -120,7 +120,7 @@ def test_members_of_every_kind_are_what_they_are_alone(executor: str, monkeypatc
         assert_equal(own, alone(member, data, number, epochs), 1e-10 if is_fused else 0.0)
 
 
-@pytest.mark.parametrize("executor", thinned(EXECUTORS, quick=[EXECUTORS.index("fused")], slow=range(len(EXECUTORS))))
+@pytest.mark.parametrize("executor", thinned(EXECUTORS, quick=[2], slow=[0]))
 def test_members_that_wait_take_rows_as_they_come_free_and_disturb_none(executor: str) -> None:
     # Of different lengths, so that they leave one by one: seven on three rows, with idle rows at the end.
     members = [Member(subset=range(10 + 7 * n), max_epochs=1 + n % 3) for n in range(7)]
