@@ -12,6 +12,7 @@ from crossbow_py.train.loop.learners import Learners
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Reporter
 from crossbow_py.train.run_settings import MOST_LEARNERS
+from crossbow_py.train.tuning.busy_cores import WINDOW_S
 
 
 class RoundListener:
@@ -79,7 +80,10 @@ class AfterRound(RoundListener):
         tuning, now = self._run.tuning, self._run.bank.num_learners
         settled = tuning is None or tuning.state.phase == "settled"
         in_effect = tuple(self._learners.executor.in_effect())
-        wanted = self._call(RoundEnd(images, self._meter.elapsed_s, self._meter.waited_s, now, settled, in_effect))
+        begun_s = self._meter.elapsed_s
+        wanted = self._call(RoundEnd(images, begun_s, self._meter.waited_s, now, settled, in_effect))
+        if self._run.busy_cores and self._meter.elapsed_s - begun_s > WINDOW_S:
+            self._run.busy_cores.begin_anew()  # what was done meanwhile was no training
         if wanted is None:
             return None
         is_whole = isinstance(wanted, SupportsIndex) and not isinstance(wanted, bool)

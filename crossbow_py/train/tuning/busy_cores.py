@@ -51,6 +51,10 @@ class BusyCores:
             (self._sleep.start if self.state.sleeps else self._sleep.stop)()
         return said
 
+    def begin_anew(self) -> None:
+        """Forget the window under way, as something else than training took its time."""
+        self._begun, self._images = None, 0
+
     @property
     def on_trial(self) -> bool:
         """True while threads are trying another way to wait, which is being measured."""
@@ -59,7 +63,8 @@ class BusyCores:
     def stop(self) -> None:
         """Restore torch's threads; the next round begins anew."""
         self._sleep.stop()
-        self.state, self._begun, self._images = WaitState(), None, 0
+        self.begin_anew()
+        self.state = WaitState()
 
     def _load(self) -> LoadSnapshot | None:
         return None if self._take_load is None else self._take_load()

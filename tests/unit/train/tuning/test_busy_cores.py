@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from crossbow_py import Trainer
 from crossbow_py.core.host import LoadSnapshot
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.executors.serial import SerialExecutor
+from crossbow_py.telemetry.events import RoundEnd
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train import trainer as trainer_module
 from crossbow_py.train.tuning.busy_cores import BusyCores, busy_cores
@@ -52,13 +53,17 @@ class Machine:
 
 
 def run_on(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, rounds: int, meter: type[ThroughputMeter] = ThroughputMeter
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    rounds: int,
+    meter: type[ThroughputMeter] = ThroughputMeter,
+    after_round: Callable[[RoundEnd], None] | None = None,
 ) -> list[str]:
     """Return the messages of a run of `rounds` rounds, of 8 images each."""
     recorder = Recorder()
     trainer = make_trainer(callbacks=[recorder])
     change_run(trainer, busy_cores=BusyCores(machine, machine.load))
-    train(trainer, machine, monkeypatch, rounds, meter)
+    train(trainer, machine, monkeypatch, rounds, meter, after_round)
     return [message for message in recorder.of("message") if "hreads" in message]
 
 
@@ -68,6 +73,7 @@ def train(
     monkeypatch: pytest.MonkeyPatch,
     rounds: int,
     meter: type[ThroughputMeter] = ThroughputMeter,
+    after_round: Callable[[RoundEnd], None] | None = None,
 ) -> None:
     """Train for some rounds on the machine's clock."""
     monkeypatch.setattr(trainer_module, "ThroughputMeter", lambda **_: meter(lambda: machine.now_s))
@@ -79,7 +85,7 @@ def train(
         return done
 
     monkeypatch.setattr(SerialExecutor, "submit", timed)
-    trainer.fit(max_rounds=rounds)
+    trainer.fit(max_rounds=rounds, after_round=after_round)
 
 
 def test_run_on_a_quiet_machine_changes_nothing_and_says_nothing(monkeypatch):
@@ -114,6 +120,17 @@ def test_run_that_waits_for_data_is_not_taken_for_one_on_busy_cores(monkeypatch)
     machine = LateMachine()
     assert run_on(machine, monkeypatch, 30, Late) == []
     assert machine.told == ["spin 30"]
+
+
+def test_run_that_is_held_up_between_rounds_is_not_taken_for_one_on_busy_cores(monkeypatch):
+    machine = Machine()
+
+    def held_up(end: RoundEnd) -> None:  # while other programs have all cores
+        if machine.rounds % 5 == 0:
+            machine.now_s, machine.busy_s = machine.now_s + 30.0, machine.busy_s + 60.0
+
+    assert run_on(machine, monkeypatch, 40, after_round=held_up) == []
+    assert machine.told == ["spin 40"]
 
 
 def test_auto_tuner_measures_nothing_while_threads_try_another_way_to_wait(monkeypatch):
