@@ -22,6 +22,7 @@ from crossbow_py.engine.fusion.values import (
     Fused,
     Layout,
     PerLearner,
+    folds,
     map_values,
     rank_of,
     split_learners,
@@ -85,8 +86,9 @@ def _format_beside_scalars(values: list[Fused]) -> torch.dtype | None:
 def _whole(value: Fused) -> Tensor | None:
     """Return the `[K·B, ...]` that a `[K, B, ...]` is a view of, which autograd lets be written without a copy."""
     own, base = value.tensor, value.tensor._base
-    fits = base is not None and own.ndim > 1 and base.shape == (own.shape[0] * own.shape[1], *own.shape[2:])
-    return base if fits and value.layout is Layout.STACK else None
+    if base is None or not folds(value) or base.shape != (own.shape[0] * own.shape[1], *own.shape[2:]):
+        return None
+    return base if own.stride()[1:] == base.stride() and own.storage_offset() == base.storage_offset() else None
 
 
 def _is_result_view(tensor: Tensor) -> bool:

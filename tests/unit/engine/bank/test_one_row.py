@@ -80,6 +80,20 @@ class Odd(nn.Module):
         return nn.functional.linear(own.flatten(1), self.head.weight * self.mask, self.head.bias)
 
 
+class InPlace(nn.Module):
+    """Writes what a recurrent layer returns as a view with samples and steps turned; as many steps as K·B samples."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.cells, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        own = self.cells(x)[0]
+        own.sigmoid_()
+        return self.head(own[:, -1] + 2 * own[:, 0])
+
+
 def sequences():
     targets = torch.arange(48) % 3
     return (torch.arange(48 * 5).reshape(48, 5) * 5) % 7, targets
@@ -88,6 +102,7 @@ def sequences():
 TASKS = {
     "images": (images, lambda: PICTURES),
     "odd": (Odd, lambda: PICTURES),
+    "in place": (InPlace, lambda: features(48, (12, 3))),
     "tokens": (Tokens, sequences),
     "tokens, time first": (lambda: Tokens(batch_first=False), sequences),
 }
