@@ -7,7 +7,8 @@ For every learner j of K, with gradient g_j at w_j::
 
 All replicas stay equal, so that K learners of batch size b take the steps of one with K·b (except for BatchNorm, which
 sees b samples at a time), and z is any of them. `rate_scaling=linear` with a schedule that warms up is the recipe of
-Goyal et al. (2017). Gradients are clipped after averaging, and non-finite ones add nothing to the mean.
+Goyal et al. (2017). Gradients are clipped after averaging, and non-finite ones add nothing to the mean
+(with `executor=fused` on CUDA they hold all learners back for the round).
 """
 
 from __future__ import annotations

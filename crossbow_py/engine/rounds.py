@@ -53,6 +53,7 @@ _DRAWS_LATE = (
 )
 _MOST_FALSE_ALARMS = 3
 CacheFeatures = Literal["auto"] | bool
+_Take = Callable[[Sequence[Tensor | None]], None]
 _WATCHED = 16  # rounds: the first, and one in as many, in which a model that drew nothing is watched, at 6 µs a learner
 
 
@@ -140,15 +141,30 @@ class RoundOutcome:
         return [learner for learner, finite in enumerate(self.finite) if not finite]
 
 
-def comparison_of(gradients: Iterable[list[Tensor]]) -> Comparison:
-    """Return the comparison of gradients, matching lists, which need not be there at the same time."""
-    total, squares = list[Tensor](), list[float]()
-    for own in gradients:
-        if total:
-            torch._foreach_add_(total, own)
-        else:
-            total = [each.clone() for each in own]
-        squares.append(norm(own) ** 2)
+class GradientSum(NamedTuple):
+    """The sum of some gradients, matching lists, and the squared norm of each."""
+
+    total: list[Tensor]
+    squares: list[float]
+
+    @classmethod
+    def of(cls, gradients: Iterable[list[Tensor]]) -> GradientSum:
+        """Return that of gradients which need not be there at the same time."""
+        total, squares = list[Tensor](), list[float]()
+        for own in gradients:
+            if total:
+                torch._foreach_add_(total, own)
+            else:
+                total = [each.clone() for each in own]
+            squares.append(norm(own) ** 2)
+        return cls(total, squares)
+
+
+def comparison_of(*sums: GradientSum) -> Comparison:
+    """Return the comparison of all gradients that went into some sums."""
+    total, squares = sums[0].total, [square for own in sums for square in own.squares]
+    for own in sums[1:]:
+        total = list(torch._foreach_add(total, own.total))
     n = len(squares)
     return Comparison(sum(squares) / n, (norm(total) / n) ** 2, n)
 
@@ -234,6 +250,22 @@ class RoundTasks:
         Host–device synchronisation on CUDA.
         """
         bank = self.bank
+        self._learn(learner, outcome, partial(bank.store_gradients, learner), partial(bank.add_gradients, learner))
+
+    def learn_apart(self, learners: Iterable[int], outcome: RoundOutcome) -> GradientSum:
+        """Do `learn` of learners that have one row in the bank, but write no gradient there; return their sum."""
+        own = [torch.empty_like(view) for view in self.bank.summed_gradients]
+
+        def gradients() -> Iterator[list[Tensor]]:
+            for learner in learners:
+                self._learn(learner, outcome, partial(copy_present, own), partial(add_present, own))
+                yield own
+
+        return GradientSum.of(gradients())
+
+    def _learn(self, learner: int, outcome: RoundOutcome, store: _Take, add: _Take) -> None:
+        """Do `learn`, with the gradients of the first micro-batch stored, and those of others added."""
+        bank = self.bank
         if bank.has_dropout or self._may_draw(learner):
             self.seed_dropout(learner, outcome.plan)
         batch = self.feed.batch(outcome.plan.starts[learner])
@@ -248,7 +280,7 @@ class RoundTasks:
                 raise
             if any(gradient is None for gradient in gradients):
                 self.tell_missing_gradients(gradients)
-            (bank.add_gradients if losses else bank.store_gradients)(learner, gradients)
+            (add if losses else store)(gradients)
             losses.append(loss.detach())
             parts.append(Compared(detached(output), targets))
         # Host–device synchronisation on CUDA.
@@ -334,7 +366,7 @@ class RoundTasks:
         """Compare the learners' gradients in the bank, see `compare`."""
         bank = self.bank
         gradients = [bank.gradients.trained(learner) for learner in range(bank.num_learners)]
-        outcome.comparison = comparison_of(gradients)
+        outcome.comparison = comparison_of(GradientSum.of(gradients))
 
     def compare_halves(self, learner: int, batch: Batch) -> Comparison | None:
         """Compare the gradients of two halves of a batch at the learner's weights; None of a batch too small.
@@ -350,7 +382,7 @@ class RoundTasks:
                 self._gradient_in_parts(learner, batch.map(itemgetter(part)), count)
                 for part in (slice(half), slice(half, 2 * half))
             ]
-        s, q, _ = comparison_of(found)
+        s, q, _ = comparison_of(GradientSum.of(found))
         return Comparison.of_halves(s, q)
 
     def _gradient_in_parts(self, learner: int, batch: Batch, count: int) -> list[Tensor]:
@@ -445,20 +477,6 @@ class RoundTasks:
         steps = [self.next_summed_step(learner, outcome) for learner in range(bank.num_learners)]
         if steps[0] is not None:
             update.correct(0, summed, outcome.plan.averaging, steps[0])
-
-    def learn_apart(self, outcome: RoundOutcome) -> list[Tensor]:
-        """Do `learn` of one learner after another, compare their gradients, and return the sum, in layout order."""
-        bank, total = self.bank, self.bank.total.trained()
-
-        def gradients() -> Iterator[list[Tensor]]:
-            for learner in range(bank.num_learners):
-                self.learn(learner, outcome)
-                own = bank.gradients.trained(learner)
-                (torch._foreach_add_ if learner else torch._foreach_copy_)(total, own)
-                yield own
-
-        outcome.comparison = comparison_of(gradients())
-        return bank.summed_gradients
 
     def gradients_alone(self, plan: Round, batch: Batch, shared: bool, learners: range) -> Iterator[list[Tensor]]:
         """Yield each learner's gradient by its module, on its part of `[K, B, ...]` or the batch that all share."""

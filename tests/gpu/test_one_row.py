@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -93,6 +94,22 @@ def test_loss_that_is_not_finite_holds_all_back_and_names_its_learner(poisoned):
     runner.close()
     assert after.finite[0] and bank.step_counts == [poisoned + 1] * 3
     assert bank.weights.storage.isfinite().all() and not torch.equal(bank.weights.storage, before[0])
+
+
+def root_of_sum(output, _):
+    """A loss of 0 at 0, where its gradient is not finite."""
+    return output.square().sum().sqrt()
+
+
+def test_gradient_that_is_not_finite_holds_all_back_and_leaves_learners_to_go_on_from():
+    zeros = torch.zeros(64, 4), torch.zeros(64, dtype=torch.int64)
+    model = partial(nn.Linear, 4, 2, bias=False)
+    tasks = tasks_on_cuda(make_model=model, data=zeros, rule=SynchronousSGD(), one_row=True)
+    tasks.loss = root_of_sum
+    before = tasks.bank.weights.storage.clone()
+    (found,) = run(FusedExecutor(tasks), tasks, 1)
+    assert found.losses == [0.0] * 3 and found.finite == [False, True, True]
+    assert torch.equal(tasks.bank.weights.storage, before) and tasks.bank.step_counts == [0] * 3
 
 
 def test_learners_come_and_go_and_a_bank_of_cpus_goes_on_from_what_was_saved():

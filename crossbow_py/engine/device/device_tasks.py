@@ -342,13 +342,14 @@ class FusedTasks(GroupTasks):
         """Make the sum in `bank.total` the mean over all devices' learners. The host waits if the collective makes it.
 
         If a loss or the sum is not finite, the mean is NaN on all devices, so that no learner steps. The cause are the
-        learners whose loss is not finite, or all of this device if only their sum is not.
+        learners whose loss is not finite; if only their sum is not, the first one stands for those that nobody knows.
         """
         bank, results = self.tasks.bank, self._results[: len(self.learners)]
         total, own = bank.total.trained(), torch.isfinite(results[:, LOSS])
-        sums = torch.isfinite(torch.stack(torch._foreach_norm(total))).all()
-        results[:, FINITE].copy_(torch.where(own.all(), sums, own))
-        kept = own.all().to(bank.precision.master)
+        sums, losses = torch.isfinite(torch.stack(torch._foreach_norm(total))).all(), own.all()
+        results[:, FINITE].copy_(own)
+        results[:1, FINITE].mul_(sums | ~losses)
+        kept = losses.to(bank.precision.master)
         torch._foreach_mul_(total, kept / kept / bank.total_learners)
         self.tasks.collective.all_reduce_sum(bank.total.storage)
 

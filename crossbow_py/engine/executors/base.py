@@ -43,14 +43,15 @@ class Executor(ABC):
     DEVICE: str | None = None  # the only type of device it runs on; None is any
     ORDER: Order | None = None  # the order of rows it needs in the bank; None is the device's default
     FUSES = False  # whether it runs learners in one graph, which is exported from the model
-    HAS_ONE_ROW = False  # whether, on CPUs, learners that stay equal are one row of the bank
+    HAS_ONE_ROW = False  # whether learners that stay equal are one row of the bank
     SPLITS_OPERATORS = True  # whether, on CPUs, it splits operators over torch's threads, which wait for each other
     EXPERIMENTAL = False  # whether `auto` never chooses it
 
     def __init__(self, tasks: RoundTasks) -> None:
         self.tasks = tasks
         self.groups = self.groups_of(tasks.bank.num_learners)
-        self.scheduler = Scheduler(len(self.groups), averages_gradients=tasks.gradient_mean is not None)
+        sums = tasks.gradient_mean is not None or tasks.bank.one_row  # which also of a single learner steps by the sum
+        self.scheduler = Scheduler(len(self.groups), averages_gradients=sums)
         self._in_flight: deque[RoundOutcome] = deque()
         self.running: dict[str, Task] = {}
         idle = tasks.collective.idle

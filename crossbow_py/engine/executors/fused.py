@@ -39,7 +39,7 @@ from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.fusion.features import keep_features
 from crossbow_py.engine.fusion.fused_agreement import outdated, trusted_pass
 from crossbow_py.engine.fusion.fused_pass import FusedPass, PassNotes
-from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, comparison_of
+from crossbow_py.engine.rounds import GradientSum, Round, RoundOutcome, RoundTasks, comparison_of
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.engine.trust import not_used, why_not
@@ -202,9 +202,14 @@ class FusedExecutor(Executor):
             self.trace(self._timeline)  # on the new stream
 
     def _run(self, outcome: RoundOutcome) -> None:
-        apart = self.tasks.bank.one_row and outcome.plan.compares
+        tasks = self.tasks
+        gradients: Sequence[Tensor | None]
         with self.computing(), self.span("pass", ALL_LEARNERS, outcome.plan.index):
-            gradients = self.tasks.learn_apart(outcome) if apart else learn_fused(self.tasks, self._pass, outcome)
+            if tasks.bank.one_row and outcome.plan.compares:
+                own = tasks.learn_apart(self._pass.learners, outcome)
+                outcome.comparison, gradients = comparison_of(own), own.total
+            else:
+                gradients = learn_fused(tasks, self._pass, outcome)
         if self.tasks.bank.one_row:
             self._correct_one_row(gradients, outcome)
             return
@@ -235,7 +240,8 @@ class FusedExecutor(Executor):
         tasks, update, averaging = self.tasks, self.tasks.update, outcome.plan.averaging
         if outcome.plan.compares:
             given = [own for own in gradients if own is not None]
-            outcome.comparison = comparison_of([[own[j] for own in given] for j in range(tasks.bank.num_learners)])
+            each = ([own[j] for own in given] for j in range(tasks.bank.num_learners))
+            outcome.comparison = comparison_of(GradientSum.of(each))
         sums = averaging is not None and averaging.moves_z
         # One pass over all learners writes `total`, which otherwise stays what it was.
         if isinstance(update, NativeUpdate) and self._rows is not None and (averaging is None or sums):

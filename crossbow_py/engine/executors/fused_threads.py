@@ -18,7 +18,7 @@ from crossbow_py.engine.executors.fused import learn_fused
 from crossbow_py.engine.executors.threads import ThreadsExecutor
 from crossbow_py.engine.fusion.fused_agreement import outdated, trusted_pass
 from crossbow_py.engine.fusion.fused_pass import PassNotes
-from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
+from crossbow_py.engine.rounds import GradientSum, RoundOutcome, RoundTasks, comparison_of
 from crossbow_py.engine.tasks import ComparisonTask, CorrectionTask, GradientMeanTask, LearningTask, Task
 
 
@@ -37,8 +37,9 @@ class FusedThreadsExecutor(ThreadsExecutor):
         # Before the threads start: a model that cannot be fused is refused here.
         self._passes = [trusted_pass(tasks, learners=group) for group in self.groups_of(tasks.bank.num_learners)]
         self._pass_notes = PassNotes()
-        # Of learners in one row, by group: the sum of its gradients in this round.
+        # Of learners in one row, by group: the sum of its gradients in this round, and what a comparison needs.
         self._sums: list[Sequence[Tensor | None]] = [()] * len(self._passes)
+        self._apart = [GradientSum([], [])] * len(self._passes)
         super().__init__(tasks)
 
     @classmethod
@@ -57,15 +58,17 @@ class FusedThreadsExecutor(ThreadsExecutor):
         if isinstance(task, CorrectionTask):
             return partial(self._correct, range(0) if one_row else self.groups[task.learner])
         if isinstance(task, ComparisonTask) and one_row:
-            return self._learn_apart
+            return self._compare_one_row
         if isinstance(task, GradientMeanTask) and one_row:
             return self._correct_one_row
         return super()._body(task)
 
     def _learn(self, group: int, outcome: RoundOutcome) -> None:
         fused, bank = self._passes[group], self.tasks.bank
-        if bank.one_row and outcome.plan.compares:
-            return  # see `_learn_apart`
+        if bank.one_row and outcome.plan.compares:  # by modules: the graph of learners in one row has but the sum
+            self._apart[group] = own = self.tasks.learn_apart(fused.learners, outcome)
+            self._sums[group] = own.total
+            return
         gradients = learn_fused(self.tasks, fused, outcome)
         self._pass_notes.read(fused)
         if bank.one_row:
@@ -73,9 +76,9 @@ class FusedThreadsExecutor(ThreadsExecutor):
         else:
             bank.store_stacked_gradients(gradients, fused.learners)
 
-    def _learn_apart(self, outcome: RoundOutcome) -> None:
-        """Learn by modules, as the graph of learners in one row has no gradients of each to compare."""
-        self._sums = [self.tasks.learn_apart(outcome), *[()] * (len(self._passes) - 1)]
+    def _compare_one_row(self, outcome: RoundOutcome) -> None:
+        outcome.comparison = comparison_of(*self._apart)
+        self._apart = [GradientSum([], [])] * len(self._passes)
 
     def _correct_one_row(self, outcome: RoundOutcome) -> None:
         """Step the row of all learners by the sum of all groups' gradients."""
@@ -86,6 +89,7 @@ class FusedThreadsExecutor(ThreadsExecutor):
                 yield from tasks.gradients_alone(plan, each.inputs(plan), each.shares(plan), each.learners)
 
         first, *others = self._sums
+        self._sums = [()] * len(self._passes)  # the memory of all is free while the next ones are made
         tasks.correct_one_row(first, outcome, alone, others)
 
     def _correct(self, learners: range, outcome: RoundOutcome) -> None:

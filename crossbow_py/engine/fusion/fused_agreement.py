@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
@@ -88,7 +88,7 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
         tasks.accumulate, bank.base.is_shared, bank.one_row,
     )  # fmt: skip
     require_agreement(compared)
-    if bank.one_row and tasks.compares and bank.device.type == "cuda":  # in rounds of gradients apart
+    if bank.one_row and bank.device.type == "cuda":  # as in rounds that compare gradients; asked before these are known
         require_agreement(replace(compared, one_row=False))
     try:
         if kernels:
@@ -293,6 +293,8 @@ def _compare(compared: Comparison, kernels: bool) -> None:
         if pair.is_coarse and not kernels and pair.difference(0, fused[0], same=True):
             # In a coarse format rounding hides a lot; running the graph's operators one by one leaves little to it.
             _require(pair.difference(0, pair.one_by_one(), same=True))
+        if kernels and compared.one_row:
+            _require(pair.difference_of_sums())
         if kernels and compared.precision.compute.itemsize < 4:
             _require(pair.less_precise(fused[0]))
 
@@ -391,8 +393,7 @@ class _Pair(Passes):
     def by_graph(self) -> list[dict[str, Tensor]]:
         """Return what fused passes give for both learners; if they share batches, a pass on the batch of each."""
         self.expected(0)  # after which the loss is one that draws nothing
-        fused = FusedPass(self.tasks, self._kernels)
-        self._graph = fused.graph
+        self._fused = fused = FusedPass(self.tasks, self._kernels)
         if not self._shared:
             both = stacked(self._batches)
             return self.together(fused, both, shared=False, copies=self._kernels)
@@ -407,7 +408,7 @@ class _Pair(Passes):
         Return whether there are any with which the model still computes: borders of a domain cannot be moved.
         """
         own = dict(self.bank.module(1).named_buffers())
-        found = [own[name] for name in sorted(self._graph.shared_buffers) if own[name].is_floating_point()]
+        found = [own[name] for name in sorted(self._fused.graph.shared_buffers) if own[name].is_floating_point()]
         if not found:
             return False
         compare.move(found, _APART)
@@ -422,6 +423,22 @@ class _Pair(Passes):
         """Return where values differ from the learner's own by more than rounding explains; see `furthest`."""
         compute = self.bank.precision.compute
         return compare.furthest(found, self.expected(learner), self._controls[learner], compute, same)
+
+    def difference_of_sums(self) -> compare.Difference | None:
+        """Return where a pass as in training, of learners in one row, differs from the sum of both learners' own."""
+        own = self._batches[:1] * 2 if self._shared else self._batches
+        batch = own[0] if self._shared else stacked(own)
+        self.seed()
+        with compare.kept_buffers(*(self.bank.module(learner) for learner in _LEARNERS)):
+            learned = self._fused.learn(batch, self._shared)
+        named = dict(zip(self.names, learned.gradients, strict=True))
+        found = compare.values_of(learned.losses.sum(), named, self.bank.module(0))
+
+        def control() -> compare.Values:
+            return _added([self.control(learner, own[learner])() for learner in _LEARNERS])
+
+        expected = _added([self.alone(learner, own[learner]) for learner in _LEARNERS])
+        return compare.furthest(found, expected, control, self.bank.precision.compute)
 
     def expected(self, learner: int) -> dict[str, Tensor]:
         """Return what a learner's module gives on its batch, computed once."""
@@ -447,6 +464,12 @@ class _Pair(Passes):
         single = FusedPass(self.tasks, learners=range(1), fuses=False)
         batch = self._batches[0].map(lambda each: each[None])
         return self.together(single, batch, shared=False, copies=self._kernels)[0]
+
+
+def _added(both: Sequence[compare.Values]) -> dict[str, Tensor]:
+    """Return sums of losses and of gradients."""
+    names = [name for name in both[0] if not name.startswith("buffer ")]
+    return {name: both[0][name] + both[1][name] for name in names}
 
 
 def _two_batches(compared: Comparison) -> tuple[Batch, Batch]:

@@ -223,7 +223,7 @@ class PassNotes:
             self._looped |= set(fused.graph.looped)
 
     def take(self) -> list[str]:
-        """Return new messages; the first time, when every pass has been read, also the operators without a rule."""
+        """Return new messages, and the first time that there are some, the operators without a rule."""
         with self._lock:
             found = [sentence for sentence in dict.fromkeys(self._new) if sentence not in self._said]
             self._new.clear()
@@ -231,5 +231,5 @@ class PassNotes:
             if self._names_loops and self._looped:
                 names = ", ".join(sorted(self._looped))
                 found.append(f"Operators run learner by learner, for want of a rule that fuses them: {names}.")
-            self._names_loops = False
+                self._names_loops = False
         return found

@@ -180,10 +180,11 @@ def test_gradients_of_learners_are_compared_one_by_one():
     assert_equal(ours.bank, reference.bank, found, expected)  # buffers have moved once
 
 
-def test_learners_come_and_go_with_the_momentum_that_all_have():
+@pytest.mark.parametrize("one_row", [FusedExecutor, FusedThreadsExecutor])
+def test_learners_come_and_go_with_the_momentum_that_all_have(one_row):
     ours, reference = pair(images, data=PICTURES)
-    for tasks, kind in ((ours, FusedExecutor), (reference, SerialExecutor)):
-        for num_learners in (K, 5, 2):
+    for tasks, kind in ((ours, one_row), (reference, SerialExecutor)):
+        for num_learners in (K, 5, 1, 2):
             tasks.bank.adopt_learner()
             tasks.bank.resize(num_learners)
             run(kind(tasks), tasks, 2)
@@ -204,11 +205,12 @@ def test_checkpoint_has_one_row_and_opens_in_a_bank_of_either_kind():
     assert_equal(other.bank, reference.bank, found, expected)
 
 
-def test_loss_that_is_not_finite_stops_a_learner_that_is_alone():
+@pytest.mark.parametrize("kind", [FusedExecutor, FusedThreadsExecutor])
+def test_loss_that_is_not_finite_stops_a_learner_that_is_alone(kind):
     data = (torch.full((64, 4), math.inf), torch.zeros(64, dtype=torch.int64))
     ours, reference = pair(num_learners=1, data=data)
     before = ours.bank.weights.storage.clone()
-    (found,), (expected,) = run(FusedExecutor(ours), ours, 1), run(SerialExecutor(reference), reference, 1)
+    (found,), (expected,) = run(kind(ours), ours, 1), run(SerialExecutor(reference), reference, 1)
     assert found.finite == expected.finite == [False]
     assert torch.equal(ours.bank.weights.storage, before) and ours.bank.step_counts == [0]
 
