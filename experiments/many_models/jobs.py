@@ -5,8 +5,11 @@ python experiments/many_models/jobs.py TASK SIDE [--quick]
 
 from __future__ import annotations
 
+import copy
 import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, w
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, stack_module_state, vmap
 
 from crossbow_py import SGD, AdamW, LoRA, Member, folds, frozen, train_many
 from crossbow_py.data.datasets import as_pair
@@ -27,11 +31,14 @@ from crossbow_py.data.sources import SOURCES
 from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.models import MODELS
 from crossbow_py.packs import padding
+from experiments.bench.environments import MissingError, python_of, versions
 from experiments.bench.machine import usable_cores
 from experiments.many_models.tokens import IN_TURNS
 
-SIDES = ("many", "packs by width", "plain loop", "a process a core")
+FUNC, JAX = "torch.func", "JAX"
+SIDES = ("many", "packs by width", "plain loop", "a process a core", FUNC, JAX)
 _FEW = 4
+_ON_DIGITS = ("MLP rates", "CNN rates", "shared", "own")
 WIDTHS = {"widths": (64, 56, 48), "far widths": (64, 48, 32)}  # in one pack 0.80 and 0.64 of its values are used
 Pair = tuple[Tensor, Tensor]
 Figure = tuple[float, float]  # the mean test loss of the models, and images/s of training if the side tells
@@ -56,9 +63,14 @@ class Task:
     most: int = 256
     adamw: bool = False
     makes: Sequence[Callable[[], nn.Module]] = ()
+    rates: Sequence[float] = ()
+    in_jax: str = ""  # its name in `jax_side.py`
 
     def make_of(self, number: int) -> Callable[[], nn.Module]:
         return self.makes[number % len(self.makes)] if self.makes else self.make
+
+    def rate_of(self, number: int) -> float:
+        return self.rates[number % len(self.rates)] if self.rates else self.rate
 
 
 def mlp(inputs: int, hidden: Sequence[int], outputs: int) -> nn.Module:
@@ -78,6 +90,15 @@ class SeriesModel(nn.Module):
         states, _ = self.gru(x)
         out: Tensor = self.head(states[:, -1])
         return out
+
+
+def cnn() -> nn.Module:
+    """Two convolutions on digits."""
+    layers = [
+        part for inputs, outputs in ((1, 16), (16, 32))
+        for part in (nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+    ]  # fmt: skip
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 7 * 7, 10))
 
 
 class Texts(nn.Module):
@@ -122,6 +143,19 @@ def on_a_frozen_base(name: str, scale: int, draw: torch.Generator) -> Task:
     return Task(probe, data, few, [np.arange(len(images))] * 16, nn.CrossEntropyLoss(), 16, 2 if scale == 1 else 1)
 
 
+def on_digits(name: str, like: Task) -> Task:
+    """Models of several rates and seeds, or the same ones on batches that they share, or on their own."""
+    everything = np.arange(len(like.data[1]))
+    if name == "MLP rates":
+        return replace(like, subsets=[everything] * 32, own_order=True, rates=np.geomspace(0.003, 0.3, 8).tolist())
+    if name == "CNN rates":
+        few, rates = everything[: len(everything) // 16], np.geomspace(0.003, 0.1, 4).tolist()
+        test = like.test[0][:1000], like.test[1][:1000]
+        few_of = replace(like, make=cnn, test=test, subsets=[few] * 16, epochs=1, in_jax="CNN")
+        return replace(few_of, own_order=True, rates=rates)
+    return replace(like, subsets=[everything] * 16, own_order=name == "own")
+
+
 def task_of(name: str, quick: bool) -> Task:
     draw = torch.Generator().manual_seed(0)
     scale = 20 if quick else 1
@@ -132,7 +166,7 @@ def task_of(name: str, quick: bool) -> Task:
         half = len(x) // 2
         return Task(
             partial(mlp, 20, (64, 64), 2), (x[:half], y[:half]), (x[half:], y[half:]), ids, nn.CrossEntropyLoss(), 32,
-            1 if quick else 20,
+            1 if quick else 20, in_jax="MLP 20-64-64-2",
         )  # fmt: skip
     if name == "halves":  # retraining for attribution
         source = SOURCES["mnist"]().load(progress=False)
@@ -146,7 +180,7 @@ def task_of(name: str, quick: bool) -> Task:
         ids = [np.sort(rng.permutation(count)[: count // 2]) for _ in range(64)]
         return Task(
             partial(mlp, 784, (64,), 10), data, (test[0].float() / 255, test[1]), ids, nn.CrossEntropyLoss(), 32,
-            1 if quick else 2,
+            1 if quick else 2, in_jax="MLP 784-64-10",
         )  # fmt: skip
     if name == "series":  # 16 GRUs, each on windows of a series of its own
         each = 2000 // scale
@@ -155,7 +189,8 @@ def task_of(name: str, quick: bool) -> Task:
         windows = values.unfold(1, 25, 1)[:, :each].reshape(-1, 25)
         data = windows[:, :24, None].contiguous(), windows[:, 24:]
         ids = [np.arange(n * each, (n + 1) * each) for n in range(16)]
-        return Task(SeriesModel, data, (data[0][::50], data[1][::50]), ids, nn.MSELoss(), 16, 1 if quick else 4)
+        test, epochs = (data[0][::50], data[1][::50]), 1 if quick else 4
+        return Task(SeriesModel, data, test, ids, nn.MSELoss(), 16, epochs, in_jax="GRU 32")
     if name in WIDTHS or name.removeprefix("GRU ") in WIDTHS:
         like = task_of("series" if name.startswith("GRU ") else "tabular", quick)
         widths = WIDTHS[name.removeprefix("GRU ")]
@@ -164,10 +199,8 @@ def task_of(name: str, quick: bool) -> Task:
         return replace(like, makes=[partial(mlp, 20, (width, width), 2) for width in widths])
     if name.startswith("adapters") or name == "probes":
         return on_a_frozen_base(name, scale, draw)
-    shared = task_of("halves", quick)
-    everything = np.arange(len(shared.data[1]))
-    if name in ("shared", "own"):  # the same models on batches that they share, or on their own
-        return replace(shared, subsets=[everything] * 16, own_order=name == "own")
+    if name in _ON_DIGITS:
+        return on_digits(name, task_of("halves", quick))
     number = int(name)  # of rows: models a minute
     x = torch.randn(1000 // scale, 16, generator=draw)
     data = x, (x[:, :1] * x[:, 1:2]).tanh()
@@ -179,9 +212,12 @@ def task_of(name: str, quick: bool) -> Task:
 def many(task: Task) -> Figure:
     whole = [None if len(ids) == len(task.data[1]) else ids for ids in task.subsets]
     members = [
-        Member(seed=n, subset=ids, order_seed=n if task.own_order else None, model=task.make_of(n))
+        Member(
+            seed=n, subset=ids, order_seed=n if task.own_order else None, model=task.make_of(n),
+            optimizer=SGD(learning_rate=task.rate_of(n), momentum=0.9) if task.rates else None,
+        )
         for n, ids in enumerate(whole)
-    ]
+    ]  # fmt: skip
     results = train_many(
         task.make, task.data, task.test, members=members, loss=task.loss, batch_size=task.batch_size,
         max_epochs=task.epochs, precision="fp32",
@@ -203,7 +239,7 @@ def one(task: Task, number: int) -> tuple[float, float, int]:
     x, y = task.data[0][ids], task.data[1][ids]
     model = task.make_of(number)()
     trained = [own for own in model.parameters() if own.requires_grad]
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, task.rate, momentum=0.9, foreach=True)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, task.rate_of(number), momentum=0.9, foreach=True)
     if task.adamw:
         optimizer = torch.optim.AdamW(trained, task.rate, foreach=True)
     begun, taken = time.perf_counter(), len(y) // task.batch_size * task.batch_size * task.epochs
@@ -245,6 +281,59 @@ def a_process_a_core(name: str, quick: bool, count: int) -> Figure:
         return _summed(list(pool.map(partial(_of_process, name, quick), range(count))), usable_cores())
 
 
+def functional(task: Task) -> Figure:
+    """All models at once by `torch.func`: `vmap` over `grad`, weights stacked, SGD by torch's foreach operators."""
+    models = []
+    for number in range(len(task.subsets)):
+        torch.manual_seed(number)
+        models.append(task.make_of(number)())
+    weights, buffers = stack_module_state(models)
+    base, names = copy.deepcopy(models[0]).to("meta"), list(weights)
+    values = [own.detach() for own in weights.values()]
+    momenta = [torch.zeros_like(own) for own in values]
+    rates = torch.tensor([task.rate_of(number) for number in range(len(models))])
+    by_row = [-rates.view(-1, *[1] * (own.ndim - 1)).expand_as(own) for own in values]
+
+    def loss_of(weights: Any, buffers: Any, x: Tensor, y: Tensor) -> Tensor:
+        return task.loss(functional_call(base, (weights, buffers), (x,)), y)
+
+    gradients_of = vmap(grad(loss_of), randomness="different")
+    ids = torch.from_numpy(np.stack(task.subsets))
+    steps, begun = ids.shape[1] // task.batch_size, time.perf_counter()
+    for _ in range(task.epochs):
+        order = torch.stack([own[torch.randperm(len(own))] for own in ids])
+        for batch in torch.split(order, task.batch_size, dim=1)[:steps]:
+            now = dict(zip(names, values, strict=True))
+            found = gradients_of(now, buffers, task.data[0][batch], task.data[1][batch])
+            torch._foreach_mul_(momenta, 0.9)
+            torch._foreach_add_(momenta, [found[name] for name in names])
+            torch._foreach_addcmul_(values, by_row, momenta)
+    seconds = time.perf_counter() - begun
+    losses = vmap(loss_of, in_dims=(0, 0, None, None))(dict(zip(names, values, strict=True)), buffers, *task.test)
+    return float(losses.mean()), len(ids) * steps * task.batch_size * task.epochs / seconds
+
+
+def by_jax(task: Task) -> dict[str, Any]:
+    """All models at once by JAX, in an environment of its own, which tells its own seconds and those of compiling."""
+    (x, y), (test_x, test_y) = task.data, task.test
+    if task.in_jax == "CNN":  # whose images have channels last
+        x, test_x = x.permute(0, 2, 3, 1), test_x.permute(0, 2, 3, 1)
+    rates = [task.rate_of(number) for number in range(len(task.subsets))]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "task.npz"
+        np.savez(
+            path, x=x.numpy(), y=y.numpy(), test_x=test_x.numpy(), test_y=test_y.numpy(), ids=np.stack(task.subsets),
+            rates=np.array(rates, np.float32), batch=task.batch_size, epochs=task.epochs,
+        )  # fmt: skip
+        words = [str(python_of("jax")), str(Path(__file__).with_name("jax_side.py")), str(path), task.in_jax]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
+        raise MissingError(reason[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found | {"models": len(task.subsets), "versions": versions("jax")}
+
+
 def in_turns(name: str, quick: bool, turns: int) -> dict[str, list[float]]:
     """Samples a second of training, turn by turn: all models side by side, and by the loop on one thread and on all.
 
@@ -271,12 +360,17 @@ def main(name: str, side: str, *rest: str) -> None:
         print(json.dumps(in_turns(name, quick, threads)))
         return
     task = task_of(name, quick)
+    if side == JAX:
+        print(json.dumps(by_jax(task)))
+        return
     begun = time.perf_counter()
     if side in ("many", "packs by width"):
         padding.SHARE = padding.SHARE if side == "many" else 2.0  # more than there is: nothing is padded
         loss, rate = many(task)
     elif side == "plain loop":
         loss, rate = plain_loop(task)
+    elif side == FUNC:
+        loss, rate = functional(task)
     else:
         loss, rate = a_process_a_core(name, quick, len(task.subsets))
     seconds = time.perf_counter() - begun

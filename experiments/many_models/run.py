@@ -1,6 +1,6 @@
-"""Many small models from one call, against a plain loop and against a process a core.
+"""Many small models from one call, against a plain loop, a process a core, torch.func and JAX.
 
-    python experiments/many_models/run.py [--tasks TASK ...] [--repetitions N] [--quick] [--json PATH]
+    python experiments/many_models/run.py [--tasks TASK ...] [--opponents] [--repetitions N] [--quick] [--json PATH]
 
 README.md says what the tasks and sides are.
 """
@@ -28,11 +28,17 @@ from experiments.tables.markdown import NONE, markdown_table
 Result = Mapping[str, Any]
 _JOBS = Path(__file__).with_name("jobs.py")
 PLAIN, CORES, BY_WIDTH = "plain loop", "a process a core", "packs by width"
+FUNC, JAX, OPPONENTS = "torch.func", "JAX", "opponents"
 _TOLD = ("many", PLAIN)
 _HEAD = (
     "", "first call, s", "later, s", "÷ plain loop", "÷ a process a core", "÷ packs by width", "models a minute",
     "images/s", "÷ images/s of the loop, of processes", "test loss: many · plain", "n",
 )  # fmt: skip
+_AGAINST_HEAD = (
+    "models a minute", "first call", "later", PLAIN, CORES, FUNC, JAX, "JAX but for compiling",
+    "÷ one at a time", "÷ packs of others", "test loss, in the same order", "n",
+)  # fmt: skip
+AGAINST = ("series", "tabular", "halves", "MLP rates", "CNN rates")
 TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tabular": ("8 folds of 4 seeds, MLP 20-64-64-2, b = 32", ("many", PLAIN, CORES)),
     "halves": ("64 half-subsets of MNIST, MLP 784-64-10, b = 32", ("many", PLAIN, CORES)),
@@ -43,6 +49,8 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "GRU far widths": ("the same of 32, 24 and 16 units", ("many", BY_WIDTH, PLAIN)),
     "adapters": ("16 LoRA adapters of rank 8, BERT of 11 M, 32 tokens, b = 2", ("many", PLAIN, CORES)),
     "probes": ("16 linear layers on one frozen ResNet-18, b = 16", ("many", PLAIN, CORES)),
+    "MLP rates": ("8 rates of 4 seeds, MLP 784-64-10, b = 32", ("many", PLAIN, CORES)),
+    "CNN rates": ("4 rates of 4 seeds, CNN of two convolutions on MNIST, b = 32", ("many", PLAIN, CORES)),
     "shared": ("16 MLPs 784-64-10, the same batches", ("many",)),
     "own": ("16 MLPs 784-64-10, an order each", ("many",)),
     "32": ("32 rows, MLP 16-16-1, b = 16", ("many",)),
@@ -54,7 +62,8 @@ TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__, written="write the results there")
     add = parser.add_argument
-    add("--tasks", choices=TASKS, nargs="+", default=[*TASKS], help="default: all")
+    add("--tasks", choices=TASKS, nargs="+", help="default: all, with opponents those that these can do")
+    add("--opponents", action="store_true", help="torch.func and JAX, too")
     add("--repetitions", type=count, default=3, help="of every side, in turns (default %(default)s)")
     add("--busy", type=int, default=0, help="programs that compute beside all the time (default %(default)s)")
     add("--quick", action="store_true", help="twenty times less data and a single epoch")
@@ -64,10 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Each side in processes of its own, in turns; the first call of `many` measures its packs, and is kept apart."""
     runs: list[dict[str, Any]] = []
-    places = [(task, side) for task in given.tasks for side in TASKS[task][1]]
+    others = (FUNC, JAX) if given.opponents else ()
+    tasks = given.tasks or (AGAINST if given.opponents else [*TASKS])
+    places = [(task, side) for task in tasks for side in (*TASKS[task][1], *others)]
     with beside(given.busy):
         _repeat(given, places, runs)
-    return {"runs": runs, "busy": given.busy}
+    return {"kind": OPPONENTS if given.opponents else "", "runs": runs, "busy": given.busy}
 
 
 @contextmanager
@@ -94,14 +105,16 @@ def _repeat(given: argparse.Namespace, places: Sequence[tuple[str, str]], runs: 
                 facts = {"task": task, "side": side, "threads": own, "first": repetition < 0}
                 found = facts | {"load_before": os.getloadavg()[0]} | _job(task, side, own, given.quick)
                 runs.append(found)
-                print(f"{task} {side} {own}: {found['seconds']:.1f} s", file=sys.stderr)
+                print(f"{task} {side} {own}: {found.get('seconds', 0):.1f} s", file=sys.stderr)
 
 
 def _job(task: str, side: str, threads: str, quick: bool) -> dict[str, Any]:
     words = [sys.executable, str(_JOBS), task, side, *([threads] if threads else []), *(["--quick"] if quick else [])]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
+    if done.returncode and side not in (FUNC, JAX):
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    if done.returncode:
+        return {"missing": done.stderr.strip().splitlines()[-1]}
     notes = [line for line in done.stderr.splitlines() if "run in packs" in line or "one at a time" in line]
     return {**json.loads(done.stdout.splitlines()[-1]), "notes": notes}
 
@@ -110,7 +123,7 @@ def seconds(result: Result, task: str, side: str) -> float | None:
     """The median of the whole job, for the plain loop with the better number of threads."""
     by_threads: dict[str, list[float]] = {}
     for run in result["runs"]:
-        if (run["task"], run["side"], run["first"]) == (task, side, False):
+        if (run["task"], run["side"], run["first"]) == (task, side, False) and "seconds" in run:
             by_threads.setdefault(run["threads"], []).append(run["seconds"])
     return min((median(own) for own in by_threads.values()), default=None)
 
@@ -143,8 +156,35 @@ def result_text(result: Result) -> str:
     return markdown_table(_HEAD, rows)
 
 
+def opponents_text(result: Result) -> str:
+    """Models a minute of all sides, and ours ÷ the best of one model at a time and of others' packs."""
+    rows, missing = [], dict[str, str]()
+    for task in dict.fromkeys(run["task"] for run in result["runs"]):
+        own = [run for run in result["runs"] if run["task"] == task]
+        models = next(run["models"] for run in own if "models" in run)
+        first = next(run["seconds"] for run in own if run["first"])
+        took = {side: seconds(result, task, side) for side in ("many", PLAIN, CORES, FUNC, JAX)}
+        compiled = [run["seconds"] - run["compiling"] for run in own if "compiling" in run]
+        took["compiled"] = median(compiled) if compiled else None
+        rates = [NONE if each is None else f"{60 * models / each:,.0f}" for each in (first, *took.values())]
+        many = took["many"]
+        assert many is not None, "every task has it"
+        for sides in ((PLAIN, CORES), (FUNC, JAX)):
+            others = [each for side in sides if (each := took[side]) is not None]
+            rates.append(f"{min(others) / many:.2f}" if others else NONE)
+        told = [run for run in own if "test_loss" in run]
+        losses = {side: [run["test_loss"] for run in told if run["side"] == side] for side in took}
+        rates.append(" · ".join(f"{median(each):.3f}" for each in losses.values() if each))
+        missing |= {run["side"]: run["missing"] for run in own if "missing" in run}
+        rows.append([TASKS[task][0], *rates, str(sum(run["side"] == "many" and not run["first"] for run in own))])
+    found: Mapping[str, str] = next((run["versions"] for run in result["runs"] if "versions" in run), {})
+    notes = [f"- {side}: {reason}" for side, reason in missing.items()]
+    notes += [f"- {JAX}: {', '.join(f'{name} {number}' for name, number in found.items())}"] if found else []
+    return "\n\n".join([markdown_table(_AGAINST_HEAD, rows), *(["\n".join(notes)] if notes else [])])
+
+
 TABLES = {"all": result_text}
-TABLES_OF_KIND = {tokens.KIND: {"all": tokens.result_text}}
+TABLES_OF_KIND = {tokens.KIND: {"all": tokens.result_text}, OPPONENTS: {"all": opponents_text}}
 
 if __name__ == "__main__":
     raise SystemExit(main())
