@@ -112,15 +112,16 @@ class Results(Sequence[MemberResult]):
         self, members: Sequence[MemberResult], num_samples: int, images_per_s: float, wall_s: float,
         notes: Sequence[str] = (), path: Path | None = None,
         held_out: Callable[[], Iterator[tuple[int, Ids, Evaluator, Feed]]] | None = None,
-        together: Callable[[Sequence[MemberResult]], dict[str, float] | None] | None = None,
+        together: Callable[[Sequence[MemberResult], Sequence[int]], dict[str, float] | None] | None = None,
+        selected: Callable[[Sequence[MemberResult], int], list[int]] | None = None,
     ) -> None:  # fmt: skip
         self._members, self.num_samples = tuple(members), num_samples
         self.images_per_s, self.wall_s, self.notes, self.path = images_per_s, wall_s, tuple(notes), path
-        self._held_out, self._together = held_out, together
+        self._held_out, self._together, self._selected = held_out, together, selected
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: all but models and data, which `ensemble` and `out_of_fold` need."""
-        without = {name: getattr(self, name) and _not_pickled for name in ("_held_out", "_together")}
+        without = {name: getattr(self, name) and _not_pickled for name in ("_held_out", "_together", "_selected")}
         return {**vars(self), **without}
 
     def __len__(self) -> int:
@@ -222,13 +223,33 @@ class Results(Sequence[MemberResult]):
         means = ", ".join(f"{name} {own}" for name, own in self.summary().items())
         return f"<Results of {len(self)} members, {ended} finished: {means or 'nothing was measured'}>"
 
-    def ensemble(self) -> dict[str, float] | None:
-        """Return what the members together have on the test data: accuracy, loss and metrics of their mean prediction.
+    def ensemble(self, members: Sequence[MemberResult] | None = None) -> dict[str, float] | None:
+        """Return what members together have on the test data: accuracy, loss and metrics of their mean prediction.
 
         Metrics get it as scores, logarithms of mean probabilities where the loss is cross-entropy.
         None without test data, or with fewer than two models.
+
+        Args:
+            members: some of these results, as of `selected`; one that is there twice weighs twice. By default all.
         """
-        return None if self._together is None else self._together(self)
+        given = [each for each in (self if members is None else members) if each.has_ended]
+        weights = [sum(own is each for own in given) for each in self]
+        return None if self._together is None or len(given) < 2 else self._together(self, weights)
+
+    def selected(self, most: int = 16) -> list[MemberResult]:
+        """Return members that predict the validation data best together, found by greedy ensemble selection.
+
+        From the best member on, each step adds the one after which the loss of the mean prediction is the least, also
+        one that is there already; Caruana et al. (2004). `ensemble(selected())` says what they have on the test data.
+
+        Args:
+            most: how many at most, with repetitions.
+
+        Raises UserError unless all members share validation samples.
+        """
+        if self._selected is None or most < 1 or not any(each.has_ended for each in self):
+            raise UserError(f"selected(most={most}) needs most of 1 or more, and members that have ended.")
+        return [self[number] for number in self._selected(self, most)]
 
     def out_of_fold(self) -> Tensor:
         """Return predictions [N, ...] of the training samples by the members that were measured on them, on the host.

@@ -39,6 +39,7 @@ from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.many.loop import Hooks, ManyLoop, Plan
 from crossbow_py.many.members import Ids, Member, Settled, Study, settled
 from crossbow_py.many.results import MemberResult, Results
+from crossbow_py.many.selection import greedy_selection
 from crossbow_py.many.store import Store
 from crossbow_py.packs.trial import TrialSettings
 from crossbow_py.packs.trial_registry import TrialData, TrialRegistry
@@ -47,7 +48,7 @@ from crossbow_py.train.build import count_classes, new_feed, settled_loss_of
 from crossbow_py.train.checkpoints.weights import is_adapter, save_adapter
 from crossbow_py.train.checks.losses import remarks_on_targets, standardizes, target_statistics
 from crossbow_py.train.checks.seeded_model import MakeModel, remarks_on_starts, seeded_model
-from crossbow_py.train.evaluation.evaluator import Evaluator, Tally
+from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, Tally
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
 from crossbow_py.train.ladder.ladder import check_trusted, try_once
 from crossbow_py.train.run import DataSets
@@ -402,6 +403,7 @@ class ManyRun:
         return Results(
             found, self.train_feed.num_samples, loop.samples / loop.train_s if loop.train_s else 0.0,
             time.perf_counter() - self._begun, self._notes, self.folder, partial(self._held_out, found), self._together,
+            self._selected,
         )  # fmt: skip
 
     def _of(self, loop: ManyLoop) -> list[MemberResult]:
@@ -472,21 +474,39 @@ class ManyRun:
             return result
         return dataclasses.replace(result, _module=lambda: self._evaluator(member).module(result.state).cpu())
 
-    def _together(self, results: Sequence[MemberResult]) -> dict[str, float] | None:
-        """Return loss, accuracy and metrics of the mean prediction on the test data."""
-        found = [pair for pair in zip(self.members, results, strict=True) if pair[1].has_ended]
-        if self.test is None or len(found) < 2:
+    def _together(self, results: Sequence[MemberResult], weights: Sequence[int]) -> dict[str, float] | None:
+        """Return loss, accuracy and metrics of the mean prediction on the test data, in which members have weights."""
+        found = [own for own in zip(self.members, results, weights, strict=True) if own[1].has_ended and own[2]]
+        if self.test is None or not found:
             return None
-        predictions = (self._evaluator(member).predict(result.state, self.test) for member, result in found)
-        mean = functools.reduce(torch.add, predictions) / len(found)
-        evaluator = self._evaluator(self.members[0])
-        targets = torch.cat([batch.targets for batch in self.test.evaluation_batches(evaluator.batch_size)])
-        if takes_classes(evaluator.loss) and mean.ndim > 1:  # scores of which the softmax is this mean
-            mean = mean.clamp(min=torch.finfo(mean.dtype).tiny).log()
-        tally = Tally(evaluator, 1, mean.device)
-        tally.add(mean[None], targets)
-        (its,) = tally.evaluations()
+        predictions = (self._evaluator(member).predict(own.state, self.test) * weight for member, own, weight in found)
+        mean = functools.reduce(torch.add, predictions) / sum(weight for *_, weight in found)
+        (its,) = self._measured(mean[None], self.test)
         return {**({} if its.accuracy is None else {"accuracy": its.accuracy}), "loss": its.loss, **its.metrics}
+
+    def _measured(self, means: Tensor, feed: Feed) -> Sequence[Evaluation]:
+        """Return the evaluations of mean predictions [M, N, ...]."""
+        evaluator = self._evaluator(self.members[0])
+        targets = torch.cat([batch.targets for batch in feed.evaluation_batches(evaluator.batch_size)])
+        if takes_classes(evaluator.loss) and means.ndim > 2:  # scores of which the softmax is this mean
+            means = means.clamp(min=torch.finfo(means.dtype).tiny).log()
+        tally = Tally(evaluator, len(means), means.device)
+        tally.add(means, targets)
+        return tally.evaluations()
+
+    def _selected(self, results: Sequence[MemberResult], most: int) -> list[int]:
+        """Return the numbers of the members that `greedy_selection` finds. Raises UserError."""
+        found = [own for own in zip(self.members, results, strict=True) if own[1].has_ended]
+        feeds = {id(feed): feed for feed in (self.validation_of(member) for member, _ in found)}
+        feed = next(iter(feeds.values()), None)
+        if len(feeds) != 1 or feed is None:
+            raise UserError(
+                "members are selected by validation samples that all of them share; give validation_data, or each "
+                "Member the same subset=Fold(train, validation)."
+            )
+        predictions = torch.stack([self._evaluator(member).predict(own.state, feed) for member, own in found])
+        chosen = greedy_selection(predictions, lambda means: [own.loss for own in self._measured(means, feed)], most)
+        return [found[each][0].number for each in chosen]
 
     def _held_out(self, found: Sequence[MemberResult]) -> Iterator[tuple[int, Ids, Evaluator, Feed]]:
         for member, result in zip(self.members, found, strict=True):
