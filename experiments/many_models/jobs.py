@@ -35,7 +35,7 @@ from experiments.bench.environments import MissingError, python_of, versions
 from experiments.bench.machine import usable_cores
 from experiments.many_models.tokens import IN_TURNS
 
-FUNC, JAX = "torch.func", "JAX"
+FUNC, JAX, FEW = "torch.func", "JAX", "--few"
 SIDES = ("many", "packs by width", "plain loop", "a process a core", FUNC, JAX)
 _FEW = 4
 _ON_DIGITS = ("MLP rates", "CNN rates", "shared", "own")
@@ -362,6 +362,13 @@ def main(name: str, side: str, *rest: str) -> None:
     task = task_of(name, quick)
     if side == JAX:
         print(json.dumps(by_jax(task)))
+        return
+    if FEW in rest:
+        few = replace(task, subsets=task.subsets[: 4 * (usable_cores() if side == SIDES[3] else 1)])
+        loss, rate = a_process_a_core(name, quick, len(few.subsets)) if side == SIDES[3] else plain_loop(few)
+        taken = sum(len(ids) // task.batch_size * task.batch_size * task.epochs for ids in task.subsets)
+        told = {"seconds": taken / rate, "models": len(task.subsets), "test_loss": loss, "images_per_s": rate}
+        print(json.dumps(told))
         return
     begun = time.perf_counter()
     if side in ("many", "packs by width"):

@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--repetitions", type=count, default=3, help="of every side, in turns (default %(default)s)")
     add("--busy", type=int, default=0, help="programs that compute beside all the time (default %(default)s)")
     add("--quick", action="store_true", help="twenty times less data and a single epoch")
-    return measure_and_write(parser, argv, measure, result_text)
+    given = parser.parse_args(argv)
+    return measure_and_write(parser, argv, measure, opponents_text if given.opponents else result_text)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -103,13 +104,14 @@ def _repeat(given: argparse.Namespace, places: Sequence[tuple[str, str]], runs: 
                 continue
             for own in threads:
                 facts = {"task": task, "side": side, "threads": own, "first": repetition < 0}
-                found = facts | {"load_before": os.getloadavg()[0]} | _job(task, side, own, given.quick)
+                words = ["--quick"] * given.quick + ["--few"] * (given.opponents and side in (PLAIN, CORES))
+                found = facts | {"load_before": os.getloadavg()[0]} | _job(task, side, own, words)
                 runs.append(found)
                 print(f"{task} {side} {own}: {found.get('seconds', 0):.1f} s", file=sys.stderr)
 
 
-def _job(task: str, side: str, threads: str, quick: bool) -> dict[str, Any]:
-    words = [sys.executable, str(_JOBS), task, side, *([threads] if threads else []), *(["--quick"] if quick else [])]
+def _job(task: str, side: str, threads: str, others: Sequence[str]) -> dict[str, Any]:
+    words = [sys.executable, str(_JOBS), task, side, *([threads] if threads else []), *others]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode and side not in (FUNC, JAX):
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
