@@ -36,12 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", choices=[*PACKAGES, []], default=[*PACKAGES], metavar="NAME",
                         help=f"of {', '.join(PACKAGES)}; default: all")  # fmt: skip
-    names = parser.parse_args(argv).names
+    parser.add_argument("--list", action="store_true", help="make none; say what is there")
+    given = parser.parse_args(argv)
     failed = 0
-    for name in names:
+    for name in given.names:
         try:
-            print(f"{name}: {make(name)}")
+            found = versions(name) if given.list else make(name)
+            print(f"{name}: {', '.join(f'{package} {number}' for package, number in found.items())}")
         except MissingError as reason:
+            if given.list:
+                print(f"{name}: not there; {reason}")
+                continue
             failed = 1
             print(f"error: {name}: {reason}", file=sys.stderr)
     return failed

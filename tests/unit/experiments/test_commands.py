@@ -43,7 +43,8 @@ SHORT: Mapping[str, str] = {
     "loader/run": "--size 16 --resize 20 --seconds 0.05",
     "muon_cost/run": "--repetitions 1 --rounds 2 --batch-size 4",
     "lora_search/run": "--quick --seeds 1",
-    "many_models/run": "--quick --tasks tabular --repetitions 1",
+    "bench/environments": "--list",
+    "many_models/run": "--quick --tasks tabular --opponents --repetitions 1",
     "many_models/tokens": "--quick --steps 1x8 --turns 1",
     "memory/run": "--models mlp --num-learners 1 --batch-size 4 --device cpu",
     **{
@@ -69,7 +70,7 @@ SHORT: Mapping[str, str] = {
     "zoo/run": "--models test_vit --processes 1",
     "zoo/speed": "--models test_vit --learners 2 --repetitions 1 --seconds 0.05",
 }
-QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run", "loader/decoders"}  # others take seconds
+QUICK = {"tables", "bench/environments", "scaling/run", "update_bandwidth/run", "loader/run", "loader/decoders"}  # others take seconds
 # These take minutes together. Cells of all grids run in test_learning_experiments.py as well, and most others in short
 # forms of their own tests.
 LONG = {
@@ -174,6 +175,9 @@ def test_command_of_a_page_runs(words: Words, tmp_path: Path, monkeypatch: pytes
     name = "grids.running" if program == "grids" else program.replace("/", ".")
     module = importlib.import_module(f"experiments.{name}")
     written = tmp_path / "written.json"
+    if program == "bench/environments":
+        assert module.main(arguments) == 0
+        return
     if program == "grids":
         grid = read_grids(arguments[0])[arguments[1]]
         written = tmp_path / f"{grid.name}.json"
@@ -193,4 +197,4 @@ def test_every_program_of_a_question_is_named_on_its_page() -> None:
         for path in (EXPERIMENTS / question).glob("*.py")
         if re.search(r"^(main = partial|def main\(argv: Sequence\[str\] \| None)", path.read_text(), re.MULTILINE)
     }
-    assert programs == {words[0] for words in COMMANDS} - {"tables", "train", "grids", "gpu/rows"}
+    assert programs == {words[0] for words in COMMANDS} - {"tables", "train", "grids", "gpu/rows", "bench/environments"}

@@ -1,0 +1,59 @@
+"""The comparison of many small models with other software: its table, and what is said of software that is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.bench import environments
+from experiments.many_models import run
+
+
+def job(side, seconds, *, first=False, threads="", **others):
+    return {"task": "series", "side": side, "threads": threads, "first": first, "seconds": seconds, "models": 16,
+            "test_loss": 0.5, **others}  # fmt: skip
+
+
+RUNS = [
+    job("many", 8.0, first=True), job("many", 4.0), job("many", 6.0), job("many", 4.0),
+    job(run.PLAIN, 24.0, threads="1"), job(run.PLAIN, 20.0, threads="2"), job(run.CORES, 12.0),
+    {"task": "series", "side": run.FUNC, "threads": "", "first": False, "missing": "RuntimeError: no batching rule"},
+    job(run.JAX, 10.0, compiling=6.0, versions={"jax": "0.10.2"}),
+]  # fmt: skip
+
+
+def test_table_has_models_a_minute_and_ratios_to_the_best_of_each_kind():
+    table, notes = run.opponents_text({"runs": RUNS}).split("\n\n")
+    cells = [own.strip() for own in table.splitlines()[-1].split("|")[2:-1]]
+    # 16 models in 8, 4, 20, 12, –, 10 and 4 s; 12 s of processes and 10 s of JAX over 4 s.
+    assert cells == ["120", "240", "48", "80", "–", "96", "240", "3.00", "2.50", "0.500 · 0.500 · 0.500 · 0.500", "3"]
+    assert notes.splitlines() == ["- torch.func: RuntimeError: no batching rule", "- JAX: jax 0.10.2"]
+
+
+def test_rows_stand_where_all_other_software_is_missing():
+    runs = [own for own in RUNS if own["side"] != run.JAX]
+    runs.append({"task": "series", "side": run.JAX, "threads": "", "first": False, "missing": "no jax"})
+    table = run.opponents_text({"runs": runs}).split("\n\n")[0]
+    assert [own.strip() for own in table.splitlines()[-1].split("|")[6:11]] == ["–", "–", "–", "3.00", "–"]
+
+
+def test_environment_that_was_not_made_says_the_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(environments, "FOLDER", tmp_path)
+    with pytest.raises(environments.MissingError, match=r"jax and flax.*environments.py jax"):
+        environments.python_of("jax")
+
+
+def test_package_that_cannot_be_installed_is_named_and_others_go_on(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(environments, "FOLDER", tmp_path)
+    monkeypatch.setattr(environments, "PACKAGES", {"gone": ("no-such-package",), "there": ("pip",)})
+
+    def ran(words):
+        if "no-such-package" in words and "install" in words:
+            raise environments.MissingError("No matching distribution found")
+        (tmp_path / "there").mkdir(exist_ok=True)
+        return '{"pip": "26"}'
+
+    monkeypatch.setattr(environments, "_run", ran)
+    assert environments.main([]) == 1
+    out, error = capsys.readouterr()
+    assert error == "error: gone: No matching distribution found\n" and out == "there: pip 26\n"
+    assert environments.versions("there") == {"pip": "26"}
