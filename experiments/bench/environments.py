@@ -34,12 +34,13 @@ class MissingError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("names", nargs="*", choices=[*PACKAGES, []], default=[*PACKAGES], metavar="NAME",
-                        help=f"of {', '.join(PACKAGES)}; default: all")  # fmt: skip
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PACKAGES)}; default: all")
     parser.add_argument("--list", action="store_true", help="make none; say what is there")
     given = parser.parse_args(argv)
+    if unknown := set(given.names) - set(PACKAGES):
+        parser.error(f"{', '.join(sorted(unknown))}: must be of {', '.join(PACKAGES)}")
     failed = 0
-    for name in given.names:
+    for name in given.names or PACKAGES:
         try:
             found = versions(name) if given.list else make(name)
             print(f"{name}: {', '.join(f'{package} {number}' for package, number in found.items())}")

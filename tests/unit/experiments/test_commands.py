@@ -70,7 +70,8 @@ SHORT: Mapping[str, str] = {
     "zoo/run": "--models test_vit --processes 1",
     "zoo/speed": "--models test_vit --learners 2 --repetitions 1 --seconds 0.05",
 }
-QUICK = {"tables", "bench/environments", "scaling/run", "update_bandwidth/run", "loader/run", "loader/decoders"}  # others take seconds
+# Others take seconds.
+QUICK = {"tables", "bench/environments", "scaling/run", "update_bandwidth/run", "loader/run", "loader/decoders"}
 # These take minutes together. Cells of all grids run in test_learning_experiments.py as well, and most others in short
 # forms of their own tests.
 LONG = {
