@@ -43,6 +43,7 @@ SHORT: Mapping[str, str] = {
     "loader/run": "--size 16 --resize 20 --seconds 0.05",
     "muon_cost/run": "--repetitions 1 --rounds 2 --batch-size 4",
     "lora_search/run": "--quick --seeds 1",
+    "attribution/run": "--subsets 2 --epochs 1 --repetitions 1",
     "bench/environments": "--list",
     "many_models/run": "--quick --tasks tabular --opponents --repetitions 1",
     "many_models/tokens": "--quick --steps 1x8 --turns 1",
