@@ -25,6 +25,7 @@ from experiments.before_and_now.run import tree_of
 from experiments.bench.machine import ROOT
 from experiments.bench.program import count, measure_and_write, measuring_parser
 from experiments.bench.results import read_results
+from experiments.many_models import tokens
 from experiments.many_models.run import CORES, PLAIN, images_per_s
 from experiments.tables.markdown import NONE, markdown_table
 
@@ -96,8 +97,12 @@ def summary_text(results: Mapping[str, Mapping[str, Any]]) -> str:
         ["tensors of 16 adapters ÷ of one", _ratio(*adapters)],
         ["tensors of a run of which 95 % is frozen ÷ before", _ratio(*finetune)],
     ]
-    for task, what in (("adapters", "16 adapters"), ("probes", "16 linear layers")):
-        runs = [run for run in read_results("many_models")["frozen"]["runs"] if run["task"] == task]
+    many = read_results("many_models")
+    for row in many["tokens"]["rows"]:
+        what = f"16 adapters, {row['step'].replace('x', ' × ')} tokens a step: samples/s ÷ one after another"
+        rows.append([what, f"{median(tokens.ratios(row)):.2f}"])
+    for task, what in (("adapters", "the same of 2 × 32 tokens on another day"), ("probes", "16 linear layers")):
+        runs = [run for run in many["frozen"]["runs"] if run["task"] == task]
         rates = [images_per_s(runs, side) for side in ("many", PLAIN, CORES)]
         rows.append([f"{what}: samples/s ÷ one after another · ÷ a process a core",
                      f"{_ratio(*rates[:2])} · {_ratio(rates[0], rates[2])}"])  # fmt: skip
