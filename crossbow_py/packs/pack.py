@@ -172,8 +172,9 @@ class Pack:
         job, first = self.job, members[0].settings
         name = job.choose_executor(self.signature, len(rows))
         bank = new_bank(
-            self.template, len(rows), name, job.settings, job.choices, first.optimizer, shares_base=self._shares_base
-        )
+            self.template, len(rows), name, job.settings, job.choices, first.optimizer, has_corrections=False,
+            shares_base=self._shares_base,
+        )  # fmt: skip
         tasks = RoundTasks(
             bank, update=self._update, feed=self.feed, loss=job.loss, seed=first.seed, collective=Collective(),
             cache_features=job.settings.cache_features,

@@ -323,8 +323,9 @@ def _candidate(name: str, count: int, trials: CompatibleTrials) -> Candidate:
     def build() -> tuple[Executor, Callable[[int], Round]]:
         choices, optimizer, feed = trials.choices, trials.like.optimizer, trials.feed
         bank = new_bank(
-            trials.template, count, name, trials.settings, choices, optimizer, shares_base=trials.shares_base
-        )
+            trials.template, count, name, trials.settings, choices, optimizer, has_corrections=False,
+            shares_base=trials.shares_base,
+        )  # fmt: skip
         update, _ = choose_update(optimizer, Independent(), choices.device, choices.precision.master)
         tasks = RoundTasks(
             bank, update=update, feed=feed.for_measuring(), loss=trials.loss, seed=0, collective=Collective(),

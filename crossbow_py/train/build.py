@@ -340,7 +340,7 @@ class RunBuilder:
             bank = new_bank(
                 template, settings.first_learners, choices.executor, settings, choices, self.optimizer,
                 num_devices=ranks.num_ranks, device_index=ranks.rank, has_velocity=rule.has_velocity,
-                gradient_mean=rule.gradient_mean, shares_base=shares_base,
+                has_corrections=rule.has_central_model, gradient_mean=rule.gradient_mean, shares_base=shares_base,
             )  # fmt: skip
             return bank, None if rule.average_ema is None else AverageEMA(bank, rule.average_ema * num_samples)
         except (RuntimeError, MemoryError) as error:  # torch raises these when memory runs out, on CUDA too

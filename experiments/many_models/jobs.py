@@ -38,6 +38,7 @@ from experiments.many_models.tokens import IN_TURNS
 FUNC, JAX, FEW = "torch.func", "JAX", "--few"
 SIDES = ("many", "packs by width", "plain loop", "a process a core", FUNC, JAX)
 _FEW = 4
+_PATIENCE_S = 60
 _ON_DIGITS = ("MLP rates", "CNN rates", "shared", "own")
 WIDTHS = {"widths": (64, 56, 48), "far widths": (64, 48, 32)}  # in one pack 0.80 and 0.64 of its values are used
 Pair = tuple[Tensor, Tensor]
@@ -149,7 +150,7 @@ def on_digits(name: str, like: Task) -> Task:
     if name == "MLP rates":
         return replace(like, subsets=[everything] * 32, own_order=True, rates=np.geomspace(0.003, 0.3, 8).tolist())
     if name == "CNN rates":
-        few, rates = everything[: len(everything) // 16], np.geomspace(0.003, 0.1, 4).tolist()
+        few, rates = everything[: len(everything) // 8], np.geomspace(0.003, 0.1, 4).tolist()
         test = like.test[0][:1000], like.test[1][:1000]
         few_of = replace(like, make=cnn, test=test, subsets=[few] * 16, epochs=1, in_jax="CNN")
         return replace(few_of, own_order=True, rates=rates)
@@ -326,7 +327,10 @@ def by_jax(task: Task) -> dict[str, Any]:
             rates=np.array(rates, np.float32), batch=task.batch_size, epochs=task.epochs,
         )  # fmt: skip
         words = [str(python_of("jax")), str(Path(__file__).with_name("jax_side.py")), str(path), task.in_jax]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired as error:
+            raise MissingError(f"not done after {_PATIENCE_S} s") from error
     if done.returncode:
         reason = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
         raise MissingError(reason[-1])

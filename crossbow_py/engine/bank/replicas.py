@@ -60,6 +60,7 @@ class ReplicaBank:
         training: whether to allocate what training needs. Without it the bank has only weights and buffers, and z,
             z_prev and `total` are one row.
         has_velocity: whether the averaging rule keeps a velocity of z.
+        has_corrections: whether it has corrections; without them `corrections` has shapes, but no memory.
         gradient_mean: the averaging rule's groups of learners that share a gradient.
         matrices: the names of the parameters that the optimizer takes as matrices.
         groups: the optimizer's groups of parameters, for those in one.
@@ -100,6 +101,7 @@ class ReplicaBank:
         device_index: int = 0,
         training: bool = True,
         has_velocity: bool = False,
+        has_corrections: bool = True,
         gradient_mean: GradientMean | None = None,
         matrices: Collection[str] = (),
         groups: Mapping[str, int] | None = None,
@@ -108,7 +110,7 @@ class ReplicaBank:
         shares_base: bool = True,
         base: FrozenBase | None = None,
     ) -> None:
-        self.one_row = one_row
+        self.one_row, self._has_corrections = one_row, has_corrections
         self.device, self.precision, self.state_names = device, precision, state_names
         self._row_optimizer = row_optimizer
         self.num_devices, self.device_index = num_devices, device_index
@@ -172,13 +174,14 @@ class ReplicaBank:
         """Return a row of zeros with the layout of z."""
         return self._rows(1)
 
-    def _rows(self, rows: int) -> Rows:
-        return Rows(self.layout, rows, self.precision.master, self.device, self.order, self.one_row)
+    def _rows(self, rows: int, device: torch.device | None = None) -> Rows:
+        return Rows(self.layout, rows, self.precision.master, device or self.device, self.order, self.one_row)
 
     def _allocate(self, capacity: int) -> None:
         self.capacity = capacity
         self.weights, trained = self._rows(capacity), capacity if self._training else 0
-        self.gradients, self.corrections = self._rows(trained), self._rows(trained)
+        self.gradients = self._rows(trained)
+        self.corrections = self._rows(trained, None if self._has_corrections else torch.device("meta"))
         self.state = {name: self._rows(trained) for name in self.state_names}
         self.buffers = Rows(self.buffer_layout, capacity, self.precision.master, self.device)
         if not self.base.is_shared:

@@ -130,6 +130,7 @@ class ModelSizes:
         master_bytes, compute_bytes: the bytes of a value in rows and in a pass.
         order: the order of the bank's rows in memory.
         has_velocity, has_ema: whether there is a velocity of z, and an EMA of z and its buffers.
+        has_corrections: whether learners have corrections.
         shows_mean: whether the learners' mean is evaluated instead of z.
         matrices: rows and columns of the parameters that the optimizer takes as matrices.
         num_frozen: the number of values of frozen parameters.
@@ -149,6 +150,7 @@ class ModelSizes:
     order: Order = "blocks"
     has_velocity: bool = False
     has_ema: bool = False
+    has_corrections: bool = True
     shows_mean: bool = False
     matrices: tuple[tuple[int, int], ...] = ()
     num_frozen: int = 0
@@ -178,7 +180,7 @@ class ModelSizes:
         With padding.
         """
         k, own, master = num_learners, self.rows(num_learners), self.master_bytes
-        rows = (3 + self.num_states) * _rows_bytes(self.parameters, own, master, self.order)
+        rows = (2 + self.has_corrections + self.num_states) * _rows_bytes(self.parameters, own, master, self.order)
         if self.compute_bytes != master:
             rows += _rows_bytes(self.parameters, own, self.compute_bytes, self.order)
         if self.one_row and self.has_own_rows:
@@ -252,6 +254,7 @@ class LearnerModel:
             master_bytes=sizes.master_bytes,
             compute_bytes=sizes.compute_bytes,
             activations=self.activations.at(batch_size),
+            has_corrections=sizes.has_corrections,
         )
 
     def predicted_bytes(self, batch_size: int, num_learners: int, at_once: int) -> int:
@@ -378,14 +381,15 @@ class LearnerBytes:
 
 
 def learner_bytes(
-    num_values: int, num_buffer_values: int, num_states: int, *, master_bytes: int, compute_bytes: int, activations: int
-) -> LearnerBytes:
+    num_values: int, num_buffer_values: int, num_states: int, *, master_bytes: int, compute_bytes: int,
+    activations: int, has_corrections: bool = True,
+) -> LearnerBytes:  # fmt: skip
     """Return what a learner of a model with P = `num_values` needs, without padding; see `ModelSizes`."""
     values = num_values * master_bytes
     return LearnerBytes(
         weights=values,
         gradients=values,
-        corrections=values,
+        corrections=values if has_corrections else 0,
         state=num_states * values,
         shadow=num_values * compute_bytes if compute_bytes != master_bytes else 0,
         buffers=num_buffer_values * master_bytes,
@@ -485,6 +489,7 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
         order=job.order,
         has_velocity=job.rule.has_velocity,
         has_ema=job.rule.average_ema is not None,
+        has_corrections=job.rule.has_central_model,
         shows_mean=job.rule.shows_mean,
         matrices=tuple(block.matrix_shape for block in matrices for _ in range(block.num_matrices)),
         num_frozen=sum(own.numel() for own in frozen.values()),

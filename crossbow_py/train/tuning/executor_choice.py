@@ -196,6 +196,7 @@ def new_bank(
     num_devices: int = 1,
     device_index: int = 0,
     has_velocity: bool = False,
+    has_corrections: bool = True,
     gradient_mean: GradientMean | None = None,
     shares_base: bool = True,
 ) -> ReplicaBank:
@@ -206,7 +207,8 @@ def new_bank(
     return ReplicaBank(
         template, num_learners, device=choices.device, precision=choices.precision, state_names=optimizer.state_names,
         channels_last=settings.channels_last, order=EXECUTORS[executor].ORDER, num_devices=num_devices,
-        device_index=device_index, has_velocity=has_velocity, gradient_mean=gradient_mean,
+        device_index=device_index, has_velocity=has_velocity, has_corrections=has_corrections,
+        gradient_mean=gradient_mean,
         matrices=optimizer.matrices(template), groups=optimizer.group_numbers(template),
         row_optimizer=optimizer.row_optimizer, shares_base=shares_base,
         one_row=has_one_row(executor, optimizer, gradient_mean),

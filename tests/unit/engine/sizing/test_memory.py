@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.averaging import SMA, AveragingRule, LocalSGD
+from crossbow_py.averaging import SMA, AveragingRule, Independent, LocalSGD
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.layout import Order
@@ -164,6 +164,25 @@ def test_bank_bytes_are_what_a_bank_allocates(precision: Precision, order: Order
     assert replace(sizes, has_ema=True).bank_bytes(3) == allocated + more
     assert replace(sizes, has_velocity=True).bank_bytes(3) == allocated + bank.z.storage.untyped_storage().nbytes()
     assert sizes.template_bytes == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+
+
+def test_learners_without_an_average_model_have_no_corrections() -> None:
+    model = nn.Linear(5, 7)
+    banks = [
+        ReplicaBank(model, 3, device=torch.device("cpu"), precision=FP32, state_names=(), has_corrections=own)
+        for own in (True, False)
+    ]
+    saved = banks[0].corrections.storage.untyped_storage().nbytes()
+    sizes = [model_sizes(model, Job(nn.functional.mse_loss, SGD(), rule, FP32, order="rows"))
+             for rule in (SMA(), Independent())]  # fmt: skip
+    assert banks[1].corrections.storage.is_meta
+    assert sizes[0].bank_bytes(3) - sizes[1].bank_bytes(3) == saved
+    with pytest.raises((RuntimeError, NotImplementedError)):  # they cannot be read for others by mistake
+        torch.add(banks[1].weights.storage, banks[1].corrections.storage)
+    banks[1].resize(5)
+    assert banks[1].corrections.storage.is_meta
+    learner = LearnerModel(sizes[1], MODEL.activations).learner(10)
+    assert (learner.corrections, learner.gradients) == (0, 4 * 42)
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
