@@ -227,14 +227,15 @@ class Results(Sequence[MemberResult]):
         """Return what members together have on the test data: accuracy, loss and metrics of their mean prediction.
 
         Metrics get it as scores, logarithms of mean probabilities where the loss is cross-entropy.
-        None without test data, or with fewer than two models.
+        None without test data, or with fewer than two models of all.
 
         Args:
             members: some of these results, as of `selected`; one that is there twice weighs twice. By default all.
         """
         given = [each for each in (self if members is None else members) if each.has_ended]
         weights = [sum(own is each for own in given) for each in self]
-        return None if self._together is None or len(given) < 2 else self._together(self, weights)
+        enough = len(given) >= (2 if members is None else 1)
+        return self._together(self, weights) if self._together is not None and enough else None
 
     def selected(self, most: int = 16) -> list[MemberResult]:
         """Return members that predict the validation data best together, found by greedy ensemble selection.
@@ -243,7 +244,7 @@ class Results(Sequence[MemberResult]):
         one that is there already; Caruana et al. (2004). `ensemble(selected())` says what they have on the test data.
 
         Args:
-            most: how many at most, with repetitions.
+            most: how many at most, with repetitions; often much fewer are different.
 
         Raises UserError unless all members share validation samples.
         """

@@ -413,6 +413,8 @@ class ManyRun:
     def _plan(self) -> Plan:
         given = self.arguments
         feed = next((own for own in map(self.validation_of, self.members) if own is not None), None)
+        if self.validation is not None and all(member.validation is not None for member in self.members):
+            self._note("validation_data measures no member: all have validation samples of their own.")
         returns_best = given.restore_best or given.patience is not None
         if returns_best and feed is None:
             raise UserError(

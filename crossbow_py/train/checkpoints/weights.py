@@ -144,10 +144,13 @@ def load_weights(
     standardize_as(module, values)
     own = module.state_dict(keep_vars=True)
     wrong = _unfitting(own, values)
-    if wrong and (names := names_in_base(own)) and not _unfitting({n: own[o] for o, n in names.items()}, values):
-        # Adapters begin as they are; of tied tensors the file has one name.
-        values = {adapted: values[name] for adapted, name in names.items() if name in values}
-        wrong = ""
+    names = names_in_base(own)
+    if wrong and names and not any(adapted in values for adapted, name in names.items() if adapted != name):
+        # A file of the base. Adapters begin as they are; of tied tensors the file has one name.
+        if not (wrong := _unfitting({name: own[adapted] for adapted, name in names.items()}, values)):
+            values = {adapted: values[name] for adapted, name in names.items() if name in values}
+    elif wrong and not names and any(".base_layer." in f".{name}" for name in values):
+        remedy = "give model.lora as it was there, or the merged.safetensors of a run with save_merged=true"
     if wrong and wrong.startswith(NAMES) and not any(name in values for name in NAMES):
         raise CheckpointError(f"{key}={path} is of a model of plain targets; set standardize_targets=False.")
     if wrong:

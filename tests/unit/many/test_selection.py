@@ -43,11 +43,13 @@ def test_selected_members_have_what_their_modules_have_together():
     assert together is not None and everyone is not None
     assert together["loss"] == pytest.approx(float(nn.functional.nll_loss(mean.log(), TEST[1])), rel=1e-5)
     assert together["loss"] <= min(each.test_loss for each in found) + 1e-6  # selected by the same samples here
+    assert found.ensemble(found.selected(1)) is not None
     assert found.selected(1) == [min(found, key=lambda each: each.validation_loss)]
 
 
 def test_members_without_common_validation_samples_are_refused():
-    found = train([Member(seed=n, validation=[n, n + 1]) for n in range(2)])
+    found = train([Member(seed=n, validation=[n, n + 1]) for n in range(2)], validation_data=TEST)
+    assert any("validation_data measures no member" in note for note in found.notes)
     with pytest.raises(UserError, match="validation samples that all of them share"):
         found.selected()
     with pytest.raises(UserError, match="most of 1 or more"):

@@ -11,6 +11,7 @@ from torch import nn
 
 from crossbow_py.core import files
 from crossbow_py.core.errors import CheckpointError
+from crossbow_py.models.lora import LoRA
 from crossbow_py.train.checkpoints.weights import load_weights, save_weights
 from tests.support import linear_model, norm_model
 
@@ -57,6 +58,21 @@ def test_weights_of_another_model_are_refused_naming_what_does_not_fit(tmp_path,
     with pytest.raises(CheckpointError, match=rf"init_from=.*model.safetensors does not fit this model: .*({message})"):
         load_weights(model, tmp_path / "model.safetensors")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_base_that_does_not_fit_an_adapted_model_is_named_by_its_own_layers_and_adapters_by_what_loads_them(tmp_path):
+    pytest.importorskip("peft")
+
+    def make(width):
+        return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
+
+    adapted, path = LoRA(lambda: make(5), rank=1, targets=["0"])(), tmp_path / "model.safetensors"
+    save_weights(make(6), path)
+    with pytest.raises(CheckpointError, match=r"0.bias is \[6\] in the file and \[5\] in the model"):
+        load_weights(adapted, path)
+    save_weights(adapted, path)
+    with pytest.raises(CheckpointError, match=r"give model.lora as it was there, or the merged.safetensors"):
+        load_weights(make(5), path)
 
 
 def test_file_that_is_no_safetensors_is_refused(tmp_path):
