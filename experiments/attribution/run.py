@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,7 +51,7 @@ class MLP(nn.Module):
         return out
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__, written="write the results there")
     add = parser.add_argument
     add("--subsets", type=count, default=64, help="models, each of another half of the data (default %(default)s)")
