@@ -231,9 +231,13 @@ class Results(Sequence[MemberResult]):
 
         Args:
             members: some of these results, as of `selected`; one that is there twice weighs twice. By default all.
+
+        Raises UserError for a member of other results.
         """
         given = [each for each in (self if members is None else members) if each.has_ended]
         weights = [sum(own is each for own in given) for each in self]
+        if sum(weights) != len(given):
+            raise UserError("ensemble takes members of these results; got one of others.")
         enough = len(given) >= (2 if members is None else 1)
         return self._together(self, weights) if self._together is not None and enough else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import numpy as np
@@ -44,6 +45,8 @@ def test_selected_members_have_what_their_modules_have_together():
     assert together["loss"] == pytest.approx(float(nn.functional.nll_loss(mean.log(), TEST[1])), rel=1e-5)
     assert together["loss"] <= min(each.test_loss for each in found) + 1e-6  # selected by the same samples here
     assert found.ensemble(found.selected(1)) is not None
+    with pytest.raises(UserError, match="members of these results"):
+        found.ensemble([copy.copy(chosen[0])])
     assert found.selected(1) == [min(found, key=lambda each: each.validation_loss)]
 
 
