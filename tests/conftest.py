@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from crossbow_py.engine.device import graphs
+from crossbow_py.engine.native.library import NATIVE_THREADS
 from crossbow_py.engine.trust import assumed
 from tests.fork_server import one_for_all
 from tests.long_cases import is_long
@@ -113,7 +114,10 @@ def nothing_left_behind() -> Iterator[None]:
     """A test ends with the threads, the environment and torch's global settings it began with."""
     threads, environment, torch_settings = set(threading.enumerate()), _environment(), _torch_settings()
     yield
-    left = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
+    left = [
+        thread for thread in threading.enumerate()
+        if not (thread in threads or thread.daemon or thread.name.startswith(NATIVE_THREADS))
+    ]  # fmt: skip
     for thread in left:
         thread.join(SECONDS_TO_END)
     alive = [thread.name for thread in left if thread.is_alive()]

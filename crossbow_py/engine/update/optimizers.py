@@ -4,7 +4,7 @@ Each class is the settings of its rule (frozen) and the pure update of one learn
 correction c_j is applied by the caller, from the weights before the step.
 
 To add one: a class here, and its entry in `OPTIMIZERS`. It then runs on CPUs by torch's operators. The C code
-(native/update.c) and `device_update.py` know those below alone, `kernel_update.py` SGD and AdamW.
+(engine/native/update.c) and `device_update.py` know those below alone, `kernel_update.py` SGD and AdamW.
 """
 
 from __future__ import annotations

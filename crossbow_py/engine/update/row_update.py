@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import Array, c_double, c_float, c_void_p
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from torch import Tensor
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
 from crossbow_py.engine.bank.layout import TrainedRow, norm
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.update.native.library import Averaging, Learner, Vector
+from crossbow_py.engine.native.library import Averaging, Learner, Vector, spread
 from crossbow_py.engine.update.optimizers import Optimizer
 
 _STRIPS = 64  # sums of squares of a gradient over fixed strips, so that its norm does not depend on the threads
@@ -143,7 +142,6 @@ class NativeUpdate(TorchUpdate):
         self._library = library
         self._known: WeakKeyDictionary[TrainedRow, Array[Vector]] = WeakKeyDictionary()
         self._alike: tuple[Optimizer | None, bool] = None, False  # of which optimizer only rates differ by learner
-        self._helpers = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "crossbow update")
 
     @staticmethod
     def supports(optimizer: Optimizer, rule: AveragingRule, device: torch.device, dtype: torch.dtype) -> bool:
@@ -251,10 +249,7 @@ class NativeUpdate(TorchUpdate):
     def _spread(self, values: int, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function for each part of the work side by side, in up to as many parts as torch has threads."""
         parts = max(1, min(torch.get_num_threads(), values // _VALUES_A_PART))
-        others = [self._helpers.submit(function, *arguments, part, parts) for part in range(1, parts)]
-        function(*arguments, 0, parts)
-        for other in others:
-            other.result()
+        spread(parts, function, *arguments)
 
 
 class StackedRows:

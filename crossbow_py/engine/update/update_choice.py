@@ -13,10 +13,10 @@ import torch
 from crossbow_py.averaging.rule import AveragingRule
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16
+from crossbow_py.engine.native.library import NativeError, load
 from crossbow_py.engine.trust import not_used, refusal
 from crossbow_py.engine.trust.compare import are_close
 from crossbow_py.engine.update.agreement import ROUNDS, random_bank, round_by_row, written_values
-from crossbow_py.engine.update.native.library import NativeError, load
 from crossbow_py.engine.update.optimizers import Optimizer, with_first_settings
 from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step, TorchUpdate
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from crossbow_py.engine.fusion.rules.layers import all_shared, linear
 from crossbow_py.engine.fusion.rules.registry import Call, NotFusedError, arguments_by_name, base_name, rule, run
 from crossbow_py.engine.fusion.values import Fused, Layout, split_learners
+from crossbow_py.engine.native import recurrent as native
 
 _WIDEST_LSTM = 128  # hidden values; see the module's docstring
 _aten = torch.ops.aten
@@ -144,7 +145,11 @@ def _direction(
     # The inputs' share of the gates for all time steps in one product.
     gates = call.stack(linear(replace(call, target=_aten.linear.default), [own, of_inputs, bias], {}))
     given, last = call.stack(of_states), []
-    if kind == "lstm":
+    if native.serves(gates, given.shape[2]):
+        inner = call.stack(biases[1]) if biases and kind == "gru" else None
+        outputs, *last = native.RecurrentLayer.apply(kind, reverse, gates, given, inner, *states)  # type: ignore[no-untyped-call]
+        last = [each for each in last if each is not None]
+    elif kind == "lstm":
         outputs, *last = LSTM.apply(reverse, gates, given, *states)  # type: ignore[no-untyped-call]
     elif kind == "gru":
         inner = call.stack(biases[1]) if biases else None

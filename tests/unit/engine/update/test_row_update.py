@@ -18,9 +18,9 @@ from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.engine.bank.layout import TrainedRow
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16, FP32
+from crossbow_py.engine.native.library import load
 from crossbow_py.engine.trust.remember import forget
 from crossbow_py.engine.update.agreement import round_by_row
-from crossbow_py.engine.update.native.library import load
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step, TorchUpdate
 from crossbow_py.engine.update.update_choice import choose_update
@@ -339,7 +339,7 @@ def test_compiled_code_of_another_user_is_not_loaded(library, monkeypatch, their
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)  # now they are another's
     if theirs == "file":
-        monkeypatch.setattr("crossbow_py.engine.update.native.library._make_private", lambda cache: None)
+        monkeypatch.setattr("crossbow_py.engine.native.library._make_private", lambda cache: None)
     loaded = load(library.parent)
     assert loaded.crossbow_sum is not None
     if theirs == "folder":

@@ -1,4 +1,4 @@
-"""Compiles update.c once on a machine and loads it.
+"""Compiles C code, such as update.c, once on a machine and loads it.
 
 The C compiler is `$CC` or `cc`. The library is kept in the user's cache under a name made of the source, the flags, the
 processor and the compiler, so that different machines may share a home folder, and of its own bytes, so that a damaged
@@ -19,19 +19,22 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from functools import cache as cached
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from crossbow_py.core.files import own_file, sync
 from crossbow_py.core.measured import user_cache
 
-_SOURCE = Path(__file__).with_name("update.c")
-# Contraction is off so that a result is rounded where the torch operators of the reference round it.
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 _COMPILE_S, _VERSION_S = 60.0, 10.0
 _PRIVATE = 0o700  # the mode of the folder and its files
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+NATIVE_THREADS = "crossbow native"  # their names; they stay until the process ends
 _INSTALL = "install gcc, or name a C compiler in CC"
 
 
@@ -81,7 +84,40 @@ class Averaging(Structure):
     ]
 
 
-def load(cache: Path | None = None) -> ctypes.CDLL:
+class Code(NamedTuple):
+    """A source file beside this one.
+
+    Attributes:
+        name: of the file, without `.c`.
+        functions: the types of their arguments; they return nothing.
+        flags: of the compiler, beyond those of all code.
+    """
+
+    name: str
+    functions: Mapping[str, tuple[Any, ...]]
+    flags: tuple[str, ...]
+
+    @property
+    def source(self) -> Path:
+        """Return the path of the file."""
+        return Path(__file__).with_name(f"{self.name}.c")
+
+
+_VECTORS, _LEARNERS, PART = (POINTER(Vector), c_int64), (POINTER(Learner), c_int64), (c_int64, c_int64)
+UPDATE = Code(
+    "update",
+    {
+        "crossbow_update": (*_VECTORS, *_LEARNERS, POINTER(Averaging), *PART),
+        "crossbow_sums_of_squares": (*_VECTORS, POINTER(c_double), c_int64, c_int64, *PART),
+        "crossbow_sum": (c_void_p, POINTER(c_void_p), c_int64, c_int64, *PART),
+        "crossbow_move": (c_void_p, c_void_p, c_void_p, c_float, c_int64, *PART),
+    },
+    # A result is rounded where the torch operators of the reference round it.
+    flags=("-ffp-contract=off",),
+)
+
+
+def load(cache: Path | None = None, code: Code = UPDATE) -> ctypes.CDLL:
     """Return the library, compiled if necessary. Its functions release the interpreter lock. Raises NativeError."""
     given = os.environ.get("CC", "cc")
     try:
@@ -91,12 +127,12 @@ def load(cache: Path | None = None) -> ctypes.CDLL:
     try:
         cache = cache or user_cache() / "native"
         _make_private(cache)
-        return _load_from(cache, command)
+        return _load_from(cache, command, code)
     except OSError:
         pass  # the cache cannot be written, is open to others, or is mounted noexec
     try:
         with tempfile.TemporaryDirectory() as folder:  # a loaded library outlives its file
-            return _load_from(Path(folder), command)
+            return _load_from(Path(folder), command, code)
     except OSError as error:
         raise NativeError(
             f"neither {cache} nor {tempfile.gettempdir()} can hold the compiled code ({error.strerror or error})",
@@ -104,10 +140,27 @@ def load(cache: Path | None = None) -> ctypes.CDLL:
         ) from error
 
 
-def _load_from(cache: Path, command: list[str]) -> ctypes.CDLL:
+def spread(parts: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function of a library for each part of its work, side by side; the part and their number come last."""
+    others = [_helpers(parts - 1).submit(function, *arguments, part, parts) for part in range(1, parts)]
+    function(*arguments, 0, parts)
+    for other in others:
+        other.result()
+
+
+@cached
+def _helpers(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, NATIVE_THREADS)
+
+
+os.register_at_fork(after_in_child=_helpers.cache_clear)  # a child has none of these threads
+
+
+def _load_from(cache: Path, command: list[str], code: Code) -> ctypes.CDLL:
     """Return the library for this machine, from the cache or compiled to it. Raises OSError and NativeError."""
-    parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), platform.machine().encode(), _processor()]
-    stem = f"update-{_digest(*parts)}"
+    flags = " ".join(_FLAGS + code.flags)
+    parts = [code.source.read_bytes(), flags.encode(), platform.machine().encode(), _processor()]
+    stem = f"{code.name}-{_digest(*parts)}"
     has_compiler = bool(command) and shutil.which(command[0]) is not None
     if has_compiler:
         try:
@@ -118,12 +171,12 @@ def _load_from(cache: Path, command: list[str]) -> ctypes.CDLL:
     for path in sorted(cache.glob(f"{stem}-*.so")):  # without a compiler, that of any
         if _is_whole(path):
             with suppress(OSError, AttributeError):  # it cannot be loaded, or lacks a function
-                return _declare(ctypes.CDLL(str(path)))
+                return _declare(ctypes.CDLL(str(path)), code)
         with suppress(OSError):
             path.unlink()
     if not has_compiler:
         raise NativeError(f"there is no C compiler ({command[0] if command else '$CC is empty'})")
-    return _declare(ctypes.CDLL(str(_compile(command, cache, stem))))
+    return _declare(ctypes.CDLL(str(_compile(command, cache, stem, code))), code)
 
 
 def _make_private(cache: Path) -> None:
@@ -162,13 +215,13 @@ def _processor() -> bytes:
     return "\n".join(line for line in lines if line.startswith(("model", "vendor_id", "flags", "Features"))).encode()
 
 
-def _compile(command: list[str], cache: Path, stem: str) -> Path:
+def _compile(command: list[str], cache: Path, stem: str, code: Code) -> Path:
     """Compile in a new folder and then rename, because several processes may do so at once."""
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         made = Path(folder) / f"{stem}.so"
         try:
             done = subprocess.run(
-                [*command, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"],
+                [*command, *_FLAGS, *code.flags, "-o", str(made), str(code.source), "-lm"],
                 capture_output=True,
                 text=True,
                 timeout=_COMPILE_S,
@@ -187,16 +240,8 @@ def _compile(command: list[str], cache: Path, stem: str) -> Path:
         return path
 
 
-def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    values, vectors, learners = c_void_p, (POINTER(Vector), c_int64), (POINTER(Learner), c_int64)
-    part = (c_int64, c_int64)
-    signatures = {
-        "crossbow_update": (*vectors, *learners, POINTER(Averaging), *part),
-        "crossbow_sums_of_squares": (*vectors, POINTER(c_double), c_int64, c_int64, *part),
-        "crossbow_sum": (values, POINTER(c_void_p), c_int64, c_int64, *part),
-        "crossbow_move": (values, values, values, c_float, c_int64, *part),
-    }
-    for name, arguments in signatures.items():
+def _declare(library: ctypes.CDLL, code: Code) -> ctypes.CDLL:
+    for name, arguments in code.functions.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
     return library
