@@ -276,16 +276,14 @@ class Pack:
         assert self._engine is not None, "the pack is open"
         executor = self._executor
         self._absorb(executor.collect())
-        if any(member.is_over for member in self.members):
-            return False
-        rows = zip(self._engine.streams, self.members, strict=True)
-        plan = Round(
-            index=self._round_index,
-            starts=tuple(stream + member.samples_seen for stream, member in rows),
-            learning_rates=tuple(self._learning_rate(member) for member in self.members),
-            together=None,
-            draws=tuple(Draws(member.settings.seed, member.num_rounds) for member in self.members),
-        )
+        starts, rates, draws = list[int](), list[float](), list[Draws]()
+        for stream, member in zip(self._engine.streams, self.members, strict=True):  # once: there may be a thousand
+            if member.is_over:
+                return False
+            starts.append(stream + member.samples_seen)
+            rates.append(self._learning_rate(member))
+            draws.append(Draws(member.settings.seed, member.num_rounds))
+        plan = Round(self._round_index, tuple(starts), tuple(rates), None, draws=tuple(draws))
         if not self.feed.announce(plan.starts):
             executor.settle()
             self.feed.wait(plan.starts)

@@ -9,13 +9,13 @@ whole gradient differ in their last digits.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_double, c_float, c_void_p
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -244,7 +244,8 @@ class NativeUpdate(TorchUpdate):
         sums = (c_double * (num_learners * _STRIPS))()
         arguments = vectors, len(vectors), sums, num_learners, _STRIPS
         self._spread(values, self._library.crossbow_sums_of_squares, *arguments)
-        return [math.sqrt(math.fsum(sums[j * _STRIPS : (j + 1) * _STRIPS])) for j in range(num_learners)]
+        found: list[float] = np.sqrt(np.ctypeslib.as_array(sums).reshape(num_learners, _STRIPS).sum(1)).tolist()
+        return found
 
     def _spread(self, values: int, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function for each part of the work side by side, in up to as many parts as torch has threads."""
