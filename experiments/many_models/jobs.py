@@ -36,6 +36,7 @@ from experiments.bench.machine import usable_cores
 from experiments.many_models.tokens import IN_TURNS
 
 FUNC, JAX, FEW = "torch.func", "JAX", "--few"
+_COUNT, _SHORTER = "--count=", 4  # models of so much shorter training; 0 for as many as the task has
 SIDES = ("many", "packs by width", "plain loop", "a process a core", FUNC, JAX)
 _FEW = 4
 _PATIENCE_S = 60
@@ -364,15 +365,19 @@ def main(name: str, side: str, *rest: str) -> None:
         print(json.dumps(in_turns(name, quick, threads)))
         return
     task = task_of(name, quick)
+    samples = len(task.subsets[0]) // task.batch_size * task.batch_size * task.epochs
+    for models in (int(own.removeprefix(_COUNT)) for own in rest if own.startswith(_COUNT)):
+        subsets = [task.subsets[n % len(task.subsets)] for n in range(models or len(task.subsets))]
+        task = replace(task, subsets=subsets, epochs=-(-task.epochs // _SHORTER))
     if side == JAX:
-        print(json.dumps(by_jax(task)))
+        print(json.dumps(by_jax(task) | {"samples": samples}))
         return
     if FEW in rest:
         few = replace(task, subsets=task.subsets[: 4 * (usable_cores() if side == SIDES[3] else 1)])
         loss, rate = a_process_a_core(name, quick, len(few.subsets)) if side == SIDES[3] else plain_loop(few)
         taken = sum(len(ids) // task.batch_size * task.batch_size * task.epochs for ids in task.subsets)
         told = {"seconds": taken / rate, "models": len(task.subsets), "test_loss": loss, "images_per_s": rate}
-        print(json.dumps(told))
+        print(json.dumps(told | {"samples": samples}))
         return
     begun = time.perf_counter()
     if side in ("many", "packs by width"):
@@ -385,7 +390,8 @@ def main(name: str, side: str, *rest: str) -> None:
     else:
         loss, rate = a_process_a_core(name, quick, len(task.subsets))
     seconds = time.perf_counter() - begun
-    print(json.dumps({"seconds": seconds, "models": len(task.subsets), "test_loss": loss, "images_per_s": rate}))
+    told = {"seconds": seconds, "models": len(task.subsets), "test_loss": loss, "images_per_s": rate}
+    print(json.dumps(told | {"samples": samples}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Many small models from one call, against a plain loop, a process a core, torch.func and JAX.
 
-    python experiments/many_models/run.py [--tasks TASK ...] [--opponents] [--repetitions N] [--quick] [--json PATH]
+    python experiments/many_models/run.py [--tasks TASK ...] [--opponents | --counts K ...] [--repetitions N] [--quick]
+                                          [--json PATH]
 
 README.md says what the tasks and sides are.
 """
@@ -28,7 +29,7 @@ from experiments.tables.markdown import NONE, markdown_table
 Result = Mapping[str, Any]
 _JOBS = Path(__file__).with_name("jobs.py")
 PLAIN, CORES, BY_WIDTH = "plain loop", "a process a core", "packs by width"
-FUNC, JAX, OPPONENTS = "torch.func", "JAX", "opponents"
+FUNC, JAX, OPPONENTS, COUNTS = "torch.func", "JAX", "opponents", "counts"
 _TOLD = ("many", PLAIN)
 _HEAD = (
     "", "first call, s", "later, s", "÷ plain loop", "÷ a process a core", "÷ packs by width", "models a minute",
@@ -39,6 +40,7 @@ _AGAINST_HEAD = (
     "÷ one at a time", "÷ packs of others", "test loss, in the same order", "n",
 )  # fmt: skip
 AGAINST = ("series", "tabular", "halves", "MLP rates", "CNN rates")
+COUNTED = {"series": "GRUs of 32 units", "tabular": "MLPs 20-64-64-2", "CNN rates": "CNNs of two convolutions"}
 TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tabular": ("8 folds of 4 seeds, MLP 20-64-64-2, b = 32", ("many", PLAIN, CORES)),
     "halves": ("64 half-subsets of MNIST, MLP 784-64-10, b = 32", ("many", PLAIN, CORES)),
@@ -64,10 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--tasks", choices=TASKS, nargs="+", help="default: all, with opponents those that these can do")
     add("--opponents", action="store_true", help="torch.func and JAX, too")
+    add("--counts", type=count, nargs="+", metavar="K", help="training alone of so many models, by all sides")
     add("--repetitions", type=count, default=3, help="of every side, in turns (default %(default)s)")
     add("--busy", type=int, default=0, help="programs that compute beside all the time (default %(default)s)")
     add("--quick", action="store_true", help="twenty times less data and a single epoch")
     given = parser.parse_args(argv)
+    if given.counts:
+        return measure_and_write(parser, argv, measure_counts, counts_text)
     return measure_and_write(parser, argv, measure, opponents_text if given.opponents else result_text)
 
 
@@ -119,6 +124,59 @@ def _job(task: str, side: str, threads: str, others: Sequence[str]) -> dict[str,
         return {"missing": done.stderr.strip().splitlines()[-1]}
     notes = [line for line in done.stderr.splitlines() if "run in packs" in line or "one at a time" in line]
     return {**json.loads(done.stdout.splitlines()[-1]), "notes": notes}
+
+
+def measure_counts(given: argparse.Namespace) -> dict[str, Any]:
+    """Training alone of more and more models; what does not grow with their number is measured with a few of them."""
+    runs: list[dict[str, Any]] = []
+    for _ in range(given.repetitions):
+        for task in given.tasks or COUNTED:
+            alone = [(PLAIN, "1", 0), (PLAIN, "2", 0), (CORES, "", 0)]
+            failed: set[str] = set()
+            for side, threads, models in alone + [(own, "", k) for k in given.counts for own in ("many", FUNC, JAX)]:
+                if side in failed:
+                    continue
+                words = ["--quick"] * given.quick + [f"--count={models}", *(["--few"] if not models else [])]
+                found = {"task": task, "side": side, "threads": threads, "count": models, "first": False}
+                runs.append(found | {"load_before": os.getloadavg()[0]} | _job(task, side, threads, words))
+                failed |= {side} if "missing" in runs[-1] else set()
+                print(f"{task} {side} {models}: {rate_of(runs[-1]):.0f} models a minute", file=sys.stderr)
+    return {"kind": COUNTS, "runs": runs, "quick": given.quick}
+
+
+def rate_of(run: Result) -> float:
+    """Models a minute by the rate of training; 0 if it is unknown."""
+    return 60 * run["images_per_s"] / run["samples"] if "samples" in run else 0.0
+
+
+def rates_by_count(runs: Sequence[Result], task: str, side: str) -> dict[int, list[float]]:
+    """Models a minute of each run, by the number of models; 0 for any number, with the better number of threads."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for run in runs:
+        if (run["task"], run["side"]) == (task, side) and "samples" in run:
+            found.setdefault((run["count"], run["threads"]), []).append(rate_of(run))
+    best: dict[int, list[float]] = {}
+    for (models, _), rates in found.items():
+        best[models] = max(best.get(models, [0.0]), rates, key=median)
+    return best
+
+
+def counts_text(result: Result) -> str:
+    """Models a minute of training alone: medians."""
+    counts = sorted({run["count"] for run in result["runs"]} - {0})
+    rows, missing = [], dict[str, str]()
+    for task in dict.fromkeys(run["task"] for run in result["runs"]):
+        for side in (PLAIN, CORES, FUNC, JAX, "many"):
+            rates = rates_by_count(result["runs"], task, side)
+            cells = [f"{median(rates[k]):,.0f}" if k in rates else NONE for k in counts] if 0 not in rates else []
+            cells = cells or [f"{median(rates[0]):,.0f}"] * len(counts)
+            ours = "crossbow_py" if side == "many" else side
+            rows.append([COUNTED[task], ours, *cells, str(max(map(len, rates.values()), default=0))])
+            missing |= {f"{side}, {COUNTED[task]}": run["missing"] for run in result["runs"]
+                        if "missing" in run and (run["task"], run["side"]) == (task, side)}  # fmt: skip
+    head = ("models a minute, training alone", "", *(f"K = {k}" for k in counts), "n")
+    notes = [f"- {side}: {reason}" for side, reason in missing.items()]
+    return "\n\n".join([markdown_table(head, rows), *(["\n".join(notes)] if notes else [])])
 
 
 def seconds(result: Result, task: str, side: str) -> float | None:
@@ -186,7 +244,9 @@ def opponents_text(result: Result) -> str:
 
 
 TABLES = {"all": result_text}
-TABLES_OF_KIND = {tokens.KIND: {"all": tokens.result_text}, OPPONENTS: {"all": opponents_text}}
+TABLES_OF_KIND = {
+    tokens.KIND: {"all": tokens.result_text}, OPPONENTS: {"all": opponents_text}, COUNTS: {"all": counts_text},
+}  # fmt: skip
 
 if __name__ == "__main__":
     raise SystemExit(main())

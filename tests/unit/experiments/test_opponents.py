@@ -36,6 +36,24 @@ def test_rows_stand_where_all_other_software_is_missing():
     assert [own.strip() for own in table.splitlines()[-1].split("|")[6:11]] == ["–", "–", "–", "3.00", "–"]
 
 
+def test_rates_against_the_number_of_models_are_medians_and_those_of_the_better_number_of_threads():
+    def told(side, models, rate, threads=""):
+        return {"task": "series", "side": side, "threads": threads, "count": models, "first": False, "samples": 600,
+                "images_per_s": rate}  # fmt: skip
+
+    gone = {"task": "series", "side": run.FUNC, "threads": "", "count": 1, "first": False, "missing": "no rule"}
+    runs = [told(run.PLAIN, 0, 100, "1"), told(run.PLAIN, 0, 90, "2"), told(run.CORES, 0, 150), gone,
+            told("many", 1, 80), told("many", 4, 300), told("many", 1, 60), told("many", 1, 70)]  # fmt: skip
+    table, notes = run.counts_text({"runs": runs}).split("\n\n")
+    cells = {(row := [own.strip() for own in line.split("|")[2:-1]])[0]: row[1:] for line in table.splitlines()[2:]}
+    # Models of 600 samples: 100 samples/s are 10 models a minute.
+    assert cells == {
+        run.PLAIN: ["10", "10", "1"], run.CORES: ["15", "15", "1"], run.FUNC: ["–", "–", "0"], run.JAX: ["–", "–", "0"],
+        "crossbow_py": ["7", "30", "3"],
+    }  # fmt: skip
+    assert notes == "- torch.func, GRUs of 32 units: no rule"
+
+
 def test_environment_that_was_not_made_says_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(environments, "FOLDER", tmp_path)
     with pytest.raises(environments.MissingError, match=r"jax and flax.*environments.py jax"):
