@@ -45,9 +45,9 @@ class ChangedScriptError(Exception):
 class Changes:
     """What differs from the script as published besides: its size, the length of a run, and how it is evaluated.
 
-    `rate` is that of Muon, which goes with the batch size; other rates are of sums over samples and stay. After each
-    epoch the model is evaluated on images and their mirror images, as the script can do, instead of images alone, and
-    not once more at the end.
+    Whitening biases are trained for the same share of a run. `rate` is that of Muon, which goes with the batch size;
+    other rates are of sums over samples and stay. After each epoch the model is evaluated on images and their mirror
+    images, as the script can do, instead of images alone, and not once more at the end.
     """
 
     widths: tuple[int, int, int] = (64, 256, 256)
@@ -62,6 +62,7 @@ class Changes:
             ("dict(block1=64, block2=256, block3=256)", 1, f"dict({blocks})"),
             ("    batch_size = 2000\n", 1, f"    batch_size = {self.batch_size}\n"),
             ("ceil(8 * len(train_loader))", 1, f"ceil({self.epochs} * len(train_loader))"),
+            ("ceil(3 * len(train_loader))", 1, f"ceil({3 * self.epochs / 8} * len(train_loader))"),
             ("lr=0.24", 1, f"lr={self.rate}"),
             ("val_acc = evaluate(model, test_loader, tta_level=0)", 1,
              "val_acc = evaluate(model, test_loader, tta_level=1)"),

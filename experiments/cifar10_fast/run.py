@@ -24,7 +24,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import foreign_share
 from crossbow_py.data.datasets import as_pair
 from crossbow_py.data.sources import SOURCES
-from crossbow_py.telemetry.records import METRICS_FILE
+from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE
 from experiments.bench.machine import ROOT
 from experiments.bench.program import count, measure_and_write, measuring_parser, positive
 from experiments.bench.windows import load_with_ended, spread
@@ -32,23 +32,24 @@ from experiments.cifar10_fast.airbench_side import SCRIPT, ChangedScriptError, C
 from experiments.tables.markdown import NONE, markdown_table, spread_text
 
 Point = tuple[float, float, float]  # epochs, seconds of training, test accuracy
-OURS, THEIRS, SMALL = "crossbow_py", "airbench", "airbench, small batches"
-SIDES = (OURS, THEIRS, SMALL)
+OURS, SMALL, PUBLISHED = "crossbow_py", "airbench", "airbench-2000"
+_IMAGES = 50_000  # in an epoch
+SIDES = (OURS, SMALL, PUBLISHED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__, written="write the results there")
     add = parser.add_argument
     add("--airbench", type=Path, default=Path("cifar10-airbench"), metavar="PATH", help="a clone (%(default)s)")
-    add("--sides", nargs="+", choices=SIDES, default=SIDES, help="default: all")
+    add("--sides", nargs="+", choices=SIDES, default=[OURS, SMALL], help="default: the first two")
     add("--seeds", type=count, default=3, help="runs of each side (default %(default)s)")
     add("--target", type=positive, default=0.9, help="test accuracy (default %(default)s)")
     add("--widths", type=count, nargs=3, default=(24, 96, 96), help="channels of the groups (default 24 96 96)")
-    add("--epochs", type=positive, default=6.0, help="of our side (default %(default)g)")
-    add("--their-epochs", type=positive, default=8.0, help=f"of {THEIRS} (default %(default)g, its own)")
-    add("--small-epochs", type=positive, default=6.0, help=f"of {SMALL} (default %(default)g)")
-    add("--small-batch", type=count, default=256, help=f"batch size of {SMALL} (default %(default)s)")
-    add("--small-rate", type=positive, default=0.09, help=f"Muon's learning rate of {SMALL} (default %(default)s)")
+    add("--epochs", type=positive, default=6.0, help=f"of {OURS} and {SMALL} (default %(default)g)")
+    add("--ours", nargs="*", default=[], metavar="KEY=VALUE", help=f"what {OURS} has other than the recipe")
+    add("--batch-size", type=count, default=256, help=f"of {SMALL} (default %(default)s)")
+    add("--rate", type=positive, default=0.09, help=f"Muon's learning rate of {SMALL} (default %(default)s)")
+    add("--published-epochs", type=positive, default=8.0, help=f"of {PUBLISHED} (default %(default)g)")
     add("--quick", action="store_true", help="see whether it works: two rounds, or 1/50 of an epoch")
     return measure_and_write(parser, argv, measure, result_text)
 
@@ -63,12 +64,13 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         if set(sides) - {OURS}:
             _write_images(Path(folder) / "cifar10")
         for seed in range(given.seeds):
-            for side in list(sides)[:: 1 if seed % 2 == 0 else -1]:
+            for side in sides if seed % 2 == 0 else reversed(sides):
                 begun = load_with_ended()
                 own = _ours if side == OURS else _theirs
-                curve = own(given, sides[side], seed, Path(folder))
+                curve, batches = own(given, sides[side], seed, Path(folder))
                 share = foreign_share(begun, load_with_ended())
-                runs.append({"side": side, "seed": seed, "curve": curve, "foreign_share": share})
+                run = {"side": side, "seed": seed, "batches": batches, "curve": curve, "foreign_share": share}
+                runs.append(run)
                 print(f"{side}, seed {seed}: {curve[-1][2]:.4f} after {curve[-1][1]:.0f} s", file=sys.stderr)
     return {"target": given.target, "widths": [*given.widths], "sides": sides, "runs": runs}
 
@@ -77,8 +79,8 @@ def _settings(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What differs between the sides that were asked for."""
     every: dict[str, dict[str, Any]] = {
         OURS: {"epochs": given.epochs},
-        THEIRS: {"epochs": given.their_epochs},
-        SMALL: {"epochs": given.small_epochs, "batch_size": given.small_batch, "rate": given.small_rate},
+        SMALL: {"epochs": given.epochs, "batch_size": given.batch_size, "rate": given.rate},
+        PUBLISHED: {"epochs": given.published_epochs},
     }
     found = {side: every[side] for side in SIDES if side in given.sides}
     return {side: {**own, "epochs": 0.02} for side, own in found.items()} if given.quick else found
@@ -107,25 +109,31 @@ def _write_images(folder: Path) -> None:
         pair = as_pair(data)
         assert pair is not None, "the images are in memory"
         images, labels = pair
-        kept = {"images": images.permute(0, 2, 3, 1).contiguous(), "labels": labels, "classes": [*source.class_names]}
+        kept = {
+            "images": images.permute(0, 2, 3, 1).contiguous(),
+            "labels": labels,
+            "classes": list(source.class_names or ()),
+        }
         torch.save(kept, folder / f"{name}.pt")
 
 
-def _ours(given: argparse.Namespace, own: Mapping[str, Any], seed: int, folder: Path) -> list[Point]:
+def _ours(given: argparse.Namespace, own: Mapping[str, Any], seed: int, folder: Path) -> tuple[list[Point], str]:
     run = folder / f"run-{seed}"
     words = ["-m", "crossbow_py.train", "+experiment=cifar10_fast", f"seed={seed}", f"output_dir={run}",
              f"max_epochs={own['epochs']}", f"model.widths=[{','.join(map(str, given.widths))}]",
-             "checkpoint_every_epochs=null", "logger=[]", *(["+debug=fast"] if given.quick else [])]  # fmt: skip
-    _run(words)
+             "checkpoint_every_epochs=null", "logger=[]", *given.ours]  # fmt: skip
+    _run([*words, "+debug=fast"] if given.quick else words)
+    summary = json.loads((run / SUMMARY_FILE).read_text(encoding="utf-8"))
     records = map(json.loads, (run / METRICS_FILE).read_text(encoding="utf-8").splitlines())
-    return [(each["epoch"], each["elapsed_s"], each["test_accuracy"]) for each in records]
+    curve = [(each["epoch"], each["elapsed_s"], each["test_accuracy"]) for each in records]
+    return curve, f"{summary['num_learners']} × {summary['batch_size']}"
 
 
-def _theirs(given: argparse.Namespace, own: Mapping[str, Any], seed: int, folder: Path) -> list[Point]:
+def _theirs(given: argparse.Namespace, own: Mapping[str, Any], seed: int, folder: Path) -> tuple[list[Point], str]:
     changes = Changes((given.widths[0], given.widths[1], given.widths[2]), **own)
     words = [str(Path(__file__).with_name("airbench_side.py")), str(given.airbench / SCRIPT), str(folder)]
     words += [",".join(map(str, changes.widths)), str(changes.batch_size), str(changes.epochs), str(changes.rate)]
-    return curve_of(_run([*words, str(seed)]), changes.epochs)
+    return curve_of(_run([*words, str(seed)]), changes.epochs), str(changes.batch_size)
 
 
 def curve_of(printed: str, epochs: float) -> list[Point]:
@@ -161,19 +169,18 @@ def result_text(result: Mapping[str, Any]) -> str:
     rows = []
     for side, settings in result["sides"].items():
         own = [run for run in runs if run["side"] == side]
-        reached = spread_text(spread([*times[side].values()]), ".1f")
+        speeds = [_IMAGES * run["curve"][-1][0] / run["curve"][-1][1] for run in own]
         shares = [run["foreign_share"] for run in own if run["foreign_share"] is not None]
-        ratios = [_ratio(times[side], times[other]) for other in (THEIRS, SMALL) if other in times]
-        accuracies, seconds = ([run["curve"][-1][at] for run in own] for at in (2, 1))
+        ratios = [_ratio(times[side], times[other]) for other in (SMALL, PUBLISHED) if other in times]
         rows.append([
-            side, f"{settings['epochs']:g}", f"{len(times[side])} of {len(own)}", reached, *ratios,
-            spread_text(spread(accuracies), ".4f"), f"{median(seconds):.0f}",
-            f"{max(shares):.0%}" if shares else NONE, str(len(own)),
+            side, own[0]["batches"], f"{settings['epochs']:g}", f"{median(speeds):,.0f}",
+            spread_text(spread([run["curve"][-1][2] for run in own]), ".4f"), f"{len(times[side])} of {len(own)}",
+            spread_text(spread([*times[side].values()]), ".1f"), *ratios, f"{max(shares):.0%}" if shares else NONE,
+            str(len(own)),
         ])  # fmt: skip
-    head = ["", "epochs", f"reached {target:g}", f"seconds to {target:g}"]
-    head += [f"time ÷ {other}'s" for other in (THEIRS, SMALL) if other in times]
-    head += ["test accuracy at the end", "seconds", "others took at most", "n"]
-    return markdown_table(head, rows)
+    head = ["", "batches", "epochs", "images/s", "accuracy at the end", f"reached {target:g}", f"seconds to {target:g}"]
+    head += [f"time ÷ {other}'s" for other in (SMALL, PUBLISHED) if other in times]
+    return markdown_table([*head, "others took at most", "n"], rows)
 
 
 def _ratio(own: Mapping[int, float], base: Mapping[int, float]) -> str:
