@@ -121,7 +121,7 @@ def _ours(given: argparse.Namespace, own: Mapping[str, Any], seed: int, folder: 
     run = folder / f"run-{seed}"
     words = ["-m", "crossbow_py.train", "+experiment=cifar10_fast", f"seed={seed}", f"output_dir={run}",
              f"max_epochs={own['epochs']}", f"model.widths=[{','.join(map(str, given.widths))}]",
-             "checkpoint_every_epochs=null", "logger=[]", *given.ours]  # fmt: skip
+             "precision=fp32", "checkpoint_every_epochs=null", "logger=[]", *given.ours]  # fmt: skip
     _run([*words, "+debug=fast"] if given.quick else words)
     summary = json.loads((run / SUMMARY_FILE).read_text(encoding="utf-8"))
     records = map(json.loads, (run / METRICS_FILE).read_text(encoding="utf-8").splitlines())
