@@ -47,7 +47,7 @@ from crossbow_py.train.arguments import check_keywords, default_optimizer, rule_
 from crossbow_py.train.build import count_classes, new_feed, settled_loss_of
 from crossbow_py.train.checkpoints.weights import is_adapter, save_adapter
 from crossbow_py.train.checks.losses import remarks_on_targets, standardizes, target_statistics
-from crossbow_py.train.checks.seeded_model import MakeModel, remarks_on_starts, seeded_model
+from crossbow_py.train.checks.seeded_model import MakeModel, initialising, remarks_on_starts, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, Tally
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
 from crossbow_py.train.ladder.ladder import check_trusted, try_once
@@ -254,6 +254,7 @@ class ManyRun:
                     "standardize_targets=True does so for all members."
                 )
             self._standardizes = False
+        found = [dataclasses.replace(each, settings=self._initialising(each.settings)) for each in found]
         if self._standardizes:
             found = [dataclasses.replace(each, settings=self._standardized(each.settings)) for each in found]
         if given.output_dir is None:
@@ -264,6 +265,12 @@ class ManyRun:
             given.max_rounds, study.order_seed, given.sampling, self.choices.precision.name,
         )  # fmt: skip
         return [dataclasses.replace(each, digest=self._digest(shared, each)) for each in found]
+
+    def _initialising(self, settings: TrialSettings) -> TrialSettings:
+        """Have a member's model initialise itself from its own samples, if it can."""
+        data, places = self.data, settings.order.subset if settings.order else None
+        make_model = initialising(settings.make_model, data.train, data.mean, data.std, places)
+        return dataclasses.replace(settings, make_model=make_model)
 
     def _standardized(self, settings: TrialSettings) -> TrialSettings:
         """Have a member's model compute in standard deviations of the targets of its own samples."""

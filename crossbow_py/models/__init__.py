@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from crossbow_py.models.airbench import Airbench
 from crossbow_py.models.alexnet import AlexNet
 from crossbow_py.models.base import ModelSettings
 from crossbow_py.models.custom import CustomModel
@@ -21,12 +22,12 @@ MODELS: dict[str, type[ModelSettings]] = {
         *(MLP, LeNet, ResNet20, ResNet32, ResNet44, ResNet56, ResNet110, VGG16),
         *(ResNet18, ResNet34, ResNet50, ResNet101, ResNet152),
         *(AlexNet, DenseNet40, DenseNet121, MobileNet, ResNet3d10, ResNet3d18),
-        *(GPT, CustomModel),
+        *(Airbench, GPT, CustomModel),
     )
 }
 
 __all__ = [
-    "GPT", "MLP", "MODELS", "VGG16", "AlexNet", "CustomModel", "DenseNet40", "DenseNet121", "LeNet", "MobileNet",
-    "ModelSettings", "ResNet3d10", "ResNet3d18", "ResNet18", "ResNet20", "ResNet32", "ResNet34", "ResNet44",
-    "ResNet50", "ResNet56", "ResNet101", "ResNet110", "ResNet152",
+    "GPT", "MLP", "MODELS", "VGG16", "Airbench", "AlexNet", "CustomModel", "DenseNet40", "DenseNet121", "LeNet",
+    "MobileNet", "ModelSettings", "ResNet3d10", "ResNet3d18", "ResNet18", "ResNet20", "ResNet32", "ResNet34",
+    "ResNet44", "ResNet50", "ResNet56", "ResNet101", "ResNet110", "ResNet152",
 ]  # fmt: skip

@@ -57,6 +57,7 @@ from crossbow_py.telemetry.records import BEST_FOLDER, read_json
 from crossbow_py.train.build import count_classes, new_feed
 from crossbow_py.train.checkpoints.weights import MODEL_FILE
 from crossbow_py.train.checks.losses import loss_on, remarks_on_targets, target_statistics
+from crossbow_py.train.checks.seeded_model import initialising
 from crossbow_py.train.config import TrainConfig, config_to_mapping, first_model
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics, metrics_of
 from crossbow_py.train.ladder.ladder import check_trusted, try_once
@@ -163,7 +164,8 @@ class SearchRun:
 
     def _settings(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
         own, source = self._trial_config(trial, params), self.source
-        make_model = partial(first_model, own.model, source.input_shape, source.num_classes, own.init_from)
+        made = partial(first_model, own.model, source.input_shape, source.num_classes, own.init_from)
+        make_model = initialising(made, source.train, source.mean, source.std)
         model = without(to_mapping(own.model), _OF_A_ROW)
         return TrialSettings(
             seed=own.seed,

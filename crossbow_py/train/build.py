@@ -48,7 +48,7 @@ from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.arguments import TrainArguments
 from crossbow_py.train.checks.losses import loss_on, not_shares, remarks_on_targets, standardizes, target_statistics
 from crossbow_py.train.checks.probe import find_only_read, probe, probe_evaluation, settled_on_tokens, takes_labels
-from crossbow_py.train.checks.seeded_model import faithful_copy, remarks_on_starts, seeded_model
+from crossbow_py.train.checks.seeded_model import faithful_copy, initialising, remarks_on_starts, seeded_model
 from crossbow_py.train.evaluation.evaluator import Evaluator, evaluation_batch_size
 from crossbow_py.train.evaluation.metrics import Metric, checked_metrics
 from crossbow_py.train.ladder.ladder import check_trusted, has_failed, try_on_ranks
@@ -211,6 +211,8 @@ class RunBuilder:
                 statistics = target_statistics(self.data.train, self.arguments.loss, weights=weights)
                 asked = self.arguments.standardize_targets is True
                 self._make_model = standardizing(self._make_model, *statistics, asked)
+            if self.resumed_from is None:
+                self._make_model = initialising(self._make_model, self.data.train, self.data.mean, self.data.std)
             template = seeded_model(self._make_model, self.settings.seed, self.init_from)
             template = self.optimizer.prepared(template).to(self.choices.device)
             given, device = self.arguments.loss, self.choices.device

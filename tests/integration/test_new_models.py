@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from crossbow_py import SGD, Trainer
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.models import alexnet, resnet_imagenet
+from crossbow_py.models.airbench import AirbenchNet
 from crossbow_py.models.alexnet import OneTower
 from crossbow_py.models.densenet import DenseNet
 from crossbow_py.models.mobilenet import MobileNetV2
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 CLASSES = 5
 SHAPES = {
+    "airbench": (3, 17, 17),
     "alexnet": (3, 63, 63),
     "densenet": (3, 32, 32),
     "densenet40": (3, 8, 8),
@@ -29,6 +31,7 @@ SHAPES = {
     "resnet3d": (3, 8, 16, 16),
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "airbench": lambda: AirbenchNet((4, 8, 8), 3, CLASSES),
     "alexnet": lambda: OneTower(3, CLASSES, dropout=0.5),
     "densenet": lambda: DenseNet((1, 3, 1, 2), 3, CLASSES),
     "densenet40": lambda: DenseNet((2, 1, 1), 3, CLASSES, small=True),

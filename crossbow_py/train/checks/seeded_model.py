@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+from torch.utils.data import Subset
 
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.host_randomness import kept_generators
-from crossbow_py.core.trees import call, in_format, map_tree
+from crossbow_py.core.trees import Tree, call, in_format, map_tree
+from crossbow_py.data.build import make_feed
+from crossbow_py.data.datasets import Data, as_pair, num_samples
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
@@ -28,6 +34,7 @@ MakeModel = Callable[[], nn.Module]
 _APART = 0.02  # relative distance by which weights are moved before a copy is compared
 # A ReLU that stands at its kink by these very weights falls either way; a model that differs does so by others too.
 _TRIES = 2
+_MOST_FIRST = 2000  # samples that a model is initialised from
 
 
 def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.Module:
@@ -57,6 +64,41 @@ def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.
         raise UserError(
             f"the model cannot be set to train ({one_line(error)}); return the nn.Module itself, not what was exported."
         ) from error
+
+
+def initialising(
+    make_model: MakeModel, data: Data, mean: Sequence[float] | None, std: Sequence[float] | None,
+    places: npt.NDArray[np.int64] | None = None,
+) -> MakeModel:  # fmt: skip
+    """Return a function that makes the models of `make_model`, those with `initialise_from` initialised from the data.
+
+    The method gets inputs as in training, but not augmented, in float32 on the host: at most `_MOST_FIRST` samples,
+    evenly spread over the training data, or over the samples `places` of these.
+    """
+
+    def make() -> nn.Module:
+        module = make_model()
+        if callable(initialise := getattr(module, "initialise_from", None)):
+            initialise(_spread_inputs(data, mean, std, places))
+        return module
+
+    return make if callable(make_model) and not isinstance(make_model, nn.Module) else make_model
+
+
+def _spread_inputs(
+    data: Data, mean: Sequence[float] | None, std: Sequence[float] | None, places: npt.NDArray[np.int64] | None
+) -> Tree:
+    ids = np.arange(num_samples(data)) if places is None else places
+    ids = ids[np.linspace(0, len(ids) - 1, min(len(ids), _MOST_FIRST)).astype(np.int64)]
+    pair = as_pair(data)
+    few: Data = Subset(data, ids.tolist())  # type: ignore[arg-type]  # a data set where there is no pair
+    if pair is not None:
+        few = pytree.tree_map(lambda own: own[torch.from_numpy(ids)], pair)
+    feed = make_feed(few, 1, mean=mean, std=std)
+    try:
+        return feed.first_samples(len(ids)).inputs
+    finally:
+        feed.close()
 
 
 def remarks_on_starts(model: nn.Module, other: nn.Module) -> list[str]:

@@ -44,6 +44,7 @@ SHORT: Mapping[str, str] = {
     "muon_cost/run": "--repetitions 1 --rounds 2 --batch-size 4",
     "lora_search/run": "--quick --seeds 1",
     "attribution/run": "--subsets 2 --epochs 1 --repetitions 1",
+    "cifar10_fast/run": "--quick --seeds 1 --sides crossbow_py",
     "bench/environments": "--list",
     "many_models/run": "--quick --tasks tabular --opponents --repetitions 1",
     "many_models/tokens": "--quick --steps 1x8 --turns 1",

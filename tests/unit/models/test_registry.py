@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.models import MODELS, MobileNet, alexnet, resnet_imagenet
+from crossbow_py.models.airbench import AirbenchNet
 from crossbow_py.models.alexnet import OneTower
 from crossbow_py.models.densenet import DenseLayer, DenseNet
 from crossbow_py.models.mobilenet import InvertedResidual, MobileNetV2
@@ -23,6 +24,7 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     **{name: (lambda name=name: build(name), shape) for name, shape in BUILT_IN.items()},
     "lenet, wide": (lambda: MODELS["lenet"]().build((3, 32, 32), 10), (3, 32, 32)),
     "lenet, oblong": (lambda: MODELS["lenet"]().build((1, 16, 17), 10), (1, 16, 17)),
+    "airbench": (lambda: AirbenchNet((4, 8, 8), 3, 10), (3, 17, 17)),
     "alexnet": (lambda: OneTower(3, 10, dropout=0.0), (3, 63, 63)),
     "densenet121": (lambda: DenseNet((1, 2, 1, 1), 3, 10), (3, 32, 32)),
     "densenet40": (lambda: MODELS["densenet40"]().build((1, 8, 8), 10), (1, 8, 8)),
@@ -69,6 +71,12 @@ def densenet40_count() -> int:
     return total + 2 * width + width * 10 + 10
 
 
+def airbench_count() -> int:
+    """24 filters of 2x2, two 3x3 convolutions a group with two numbers a BatchNorm channel, a head without a bias."""
+    groups = ((24, 64), (64, 256), (256, 256))
+    return 24 * 12 + sum(9 * out * (into + out) + 4 * out for into, out in groups) + 256 * 10
+
+
 def resnet3d10_count() -> int:
     stem, first = 3 * 64 * 3 * 7 * 7 + 2 * 64, 2 * (27 * 64 * 64) + 2 * 64 * 2
     others = (27 * (into + out) * out + into * out + 3 * out * 2 for into, out in ((64, 128), (128, 256), (256, 512)))
@@ -98,6 +106,7 @@ PARAMETERS = [
     ("densenet121", (3, 224, 224), 1000, 7_978_856),
     ("densenet40", (3, 32, 32), 10, densenet40_count()),
     ("vgg16", (3, 32, 32), 10, vgg16_count()),
+    ("airbench", (3, 32, 32), 10, airbench_count()),
 ]
 
 
@@ -136,7 +145,7 @@ def test_forward_and_backward_reach_every_parameter(name: str, monkeypatch: pyte
     model, x = small(name, monkeypatch)
     kept = x.clone()
     logits = model.train()(x)
-    gradients = torch.autograd.grad(logits.logsumexp(1).sum(), list(model.parameters()))
+    gradients = torch.autograd.grad(logits.logsumexp(1).sum(), [own for own in model.parameters() if own.requires_grad])
     assert logits.shape == (2, 10)
     assert all(gradient.isfinite().all() and gradient.count_nonzero() for gradient in gradients)
     assert torch.equal(x, kept)
