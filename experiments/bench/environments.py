@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".environments"
 PACKAGES = {
     "jax": ("jax", "flax", "optax"),
+    "search": ("optuna", "ray[tune]", "scikit-learn", "skorch", "torch", "numpy"),
     "attribution": ("dattri", "torch", "numpy", "PyYAML", "tqdm"),  # dattri names none of the others
 }
 _MADE = "versions.json"
@@ -58,7 +59,8 @@ def make(name: str) -> dict[str, str]:
     # Of what both use they get the project's versions, so that sides differ in their own code.
     limits = ["-c", str(ROOT / "constraints.txt")]
     _run([str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", *limits, *PACKAGES[name]])
-    found: dict[str, str] = json.loads(_run([str(python), "-c", _VERSIONS, *PACKAGES[name]]))
+    names = [package.partition("[")[0] for package in PACKAGES[name]]  # without extras
+    found: dict[str, str] = json.loads(_run([str(python), "-c", _VERSIONS, *names]))
     (folder / _MADE).write_text(json.dumps(found))
     return found
 

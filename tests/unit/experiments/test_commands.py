@@ -45,6 +45,7 @@ SHORT: Mapping[str, str] = {
     "lora_search/run": "--quick --seeds 1",
     "attribution/run": "--subsets 2 --epochs 1 --repetitions 1",
     "cifar10_fast/run": "--quick --seeds 1 --sides crossbow_py",
+    "halving/run": "--quick --repetitions 1",
     "bench/environments": "--list",
     "many_models/run": "--quick --tasks tabular --opponents --repetitions 1",
     "many_models/tokens": "--quick --steps 1x8 --turns 1",
@@ -81,7 +82,7 @@ LONG = {
     "workers/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
     "ranks/search", "checkpoint/run", "tasks/run",
     "averaged_gradients/run", "defaults/run", "one_base/run", "memory/run", "many_models/run", "many_models/tokens",
-    "before_and_now/run", "lora_search/run",
+    "before_and_now/run", "lora_search/run", "halving/run",
 }  # fmt: skip
 # Programs of results that pages show with the command of then: what does it now, if anything.
 FORMER = {
