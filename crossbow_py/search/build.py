@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from torch import nn
 from crossbow_py.cli.config_files import write_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import versions
+from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.plain_values import without
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.core.targets import import_target, shown_target
@@ -26,7 +27,7 @@ from crossbow_py.data.datasets import Classes
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.sources import DataSource
-from crossbow_py.engine.modules.dropout import counter_seed
+from crossbow_py.engine.modules.dropout import counter_seed, differ_in_rate_alone, dropout_rates
 from crossbow_py.engine.modules.losses import IGNORED, Loss
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.engine.modules.standardized import StandardizedLoss, remark_of, standardizing
@@ -112,6 +113,7 @@ class SearchRun:
             brackets, config.metric, config.packing, config.seed, lookahead=most,
             checkpoint_every_s=config.checkpoint_every_s, maximize=maximizes(config, metrics),
         )  # fmt: skip
+        self._are_rates: dict[str, bool] = {}  # by model, argument and other arguments
         self.source: DataSource = config.data.load(progress=sys.stderr.isatty())
         space = config.parsed_space
         data = self._search_data()
@@ -166,7 +168,8 @@ class SearchRun:
         own, source = self._trial_config(trial, params), self.source
         made = partial(first_model, own.model, source.input_shape, source.num_classes, own.init_from)
         make_model = initialising(made, source.train, source.mean, source.std)
-        model = without(to_mapping(own.model), _OF_A_ROW)
+        of_a_row = _OF_A_ROW | self._rates_of(own.model, made)
+        model = without(to_mapping(own.model), of_a_row)
         return TrialSettings(
             seed=own.seed,
             make_model=make_model
@@ -178,9 +181,36 @@ class SearchRun:
             schedule=own.schedule,
             label_smoothing=own.label_smoothing,
             augmentation=own.data.augmentation,
-            name=_name(own.model, params),
+            name=_name(own.model, params, of_a_row),
             features=self.config.parsed_space.features(params),
         )
+
+    def _rates_of(self, model: Any, make_model: Callable[[], nn.Module]) -> set[str]:
+        """Return the keys of a user's own model that set the rate of all its dropout layers and change nothing else."""
+        if not isinstance(model, CustomModel):
+            return set()
+        found = set()
+        for name, rate in model.args.items():
+            if not isinstance(rate, float) or not 0 < rate < 1:
+                continue
+            others = {key: value for key, value in model.args.items() if key != name}
+            key = json.dumps([model.target, name, others], sort_keys=True, default=str)
+            if key not in self._are_rates:
+                other = dataclasses.replace(model, args={**others, name: rate / 2})
+                self._are_rates[key] = self._is_rate(rate, make_model, other)
+            if self._are_rates[key]:
+                found.add(f"args.{name}")
+        return found
+
+    def _is_rate(self, rate: float, make_model: Callable[[], nn.Module], other: CustomModel) -> bool:
+        try:
+            with kept_generators():
+                one = make_model()
+                if set(dropout_rates(one)) != {rate}:
+                    return False
+                return differ_in_rate_alone(one, other.make(self.source.input_shape, self.source.num_classes or 0))
+        except Exception:  # of the user's model: a trial's, which records it
+            return False
 
     def _check_corners(self) -> None:
         """Raise UserError for what would make trials fail one after another, and if none at a corner can train."""
@@ -451,9 +481,9 @@ def maximizes(config: SearchConfig, metrics: Mapping[str, Metric]) -> bool:
     return greater
 
 
-def _name(model: Any, params: Mapping[str, Any]) -> str:
+def _name(model: Any, params: Mapping[str, Any], of_a_row: Collection[str]) -> str:
     """Return what a trial's model is called in messages, with the parameters that are searched of it."""
     name = shown_target(model.target) if isinstance(model, CustomModel) else model.NAME
     own = {key.removeprefix("model."): value for key, value in params.items() if key.startswith("model.")}
-    given = ", ".join(f"{key.removeprefix('args.')}={value}" for key, value in own.items() if key not in _OF_A_ROW)
+    given = ", ".join(f"{key.removeprefix('args.')}={value}" for key, value in own.items() if key not in of_a_row)
     return f"{name}({given})" if given else name

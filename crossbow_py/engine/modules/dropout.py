@@ -7,6 +7,7 @@ and no generator state has to be saved. They are drawn when a pass needs them, o
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -201,6 +202,31 @@ def set_dropout_rate(module: nn.Module, rate: float) -> None:
     for child in module.modules():
         if isinstance(child, CounterDropout):
             child.p = rate
+
+
+def differ_in_rate_alone(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two modules have one rate each for all of their dropout layers, and are equal but for it.
+
+    Parameters and buffers may have other values. What only a function's closure holds is compared as that function.
+    """
+    every = [each.named_modules(remove_duplicate=False) for each in (one, other)]
+    pairs = list(itertools.zip_longest(*every))
+    rates = [set(dropout_rates(each)) for each in (one, other)]
+    return all(map(len, rates)) and rates[0] != rates[1] and max(map(len, rates)) == 1 and all(
+        None not in pair and pair[0][0] == pair[1][0] and type(pair[0][1]) is type(pair[1][1])
+        and _attributes(pair[0][1]) == _attributes(pair[1][1]) for pair in pairs
+    )  # fmt: skip
+
+
+def _attributes(module: nn.Module) -> list[object]:
+    """Return what a module holds besides tensors and modules, without the rate of a dropout layer."""
+    apart = {"_modules", *(["p"] if isinstance(module, _LAYERS) else [])}
+    held = {name: own for name, own in vars(module).items() if name not in apart}
+    shapes = [
+        [(name, value if value is None else (value.shape, value.dtype)) for name, value in held.pop(part).items()]
+        for part in ("_parameters", "_buffers")
+    ]
+    return [shapes, held]
 
 
 @contextmanager

@@ -52,6 +52,38 @@ def test_best_trial_is_what_a_trainer_makes_of_its_settings(tmp_path: Path) -> N
         search(output_dir=tmp_path / "search", loss=nn.CrossEntropyLoss(label_smoothing=0.1)).run()
 
 
+class Scaled(nn.Module):
+    """Dropout, and in one of two forms something else by its rate, too."""
+
+    def __init__(self, rate: float, scales: bool) -> None:
+        super().__init__()
+        self.inputs, self.drop = nn.Linear(DATA[0].flatten(1).shape[1], 4), nn.Dropout(rate)
+        self.outputs, self.scale = nn.Linear(4, 3), rate if scales else 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.outputs(self.drop(self.inputs(x.flatten(1))))
+
+
+@pytest.mark.parametrize(("scales", "side_by_side"), [(False, True), (True, False)])
+def test_rate_of_dropout_of_a_model_of_ones_own_is_each_trials_where_it_is_nothing_else(
+    scales: bool, side_by_side: bool
+) -> None:
+    """Else each trial is a pack of its own, or trials compute with another one's scale."""
+    space = {"model.rate": {"low": 0.1, "high": 0.9}}
+    given = {"batch_size": 6, "max_epochs": 1, "method": "none", "num_trials": 3, "validation_data": REST}
+    found = Search(lambda rate: Scaled(rate, scales), DATA, space=space, executor="fused", precision="fp32", **given)
+    result = found.run()
+    assert result.summary.best is not None and result.params is not None
+    kinds = [note for note in result.summary.notes if note.startswith("Trials of ")]
+    assert len(kinds) == (1 if side_by_side else 3)
+    trainer = Trainer(
+        lambda: Scaled(result.params["model.rate"], scales), DATA, REST, batch_size=6, num_learners=1,
+        executor="serial", seed=result.summary.best.seed, order_seed=0, device="cpu", precision="fp32",
+    )  # fmt: skip
+    trained = trainer.fit(max_epochs=1)
+    assert result.value == pytest.approx(trained.test_accuracy, abs=1e-6)
+
+
 @pytest.mark.slow
 def test_widths_that_are_near_each_other_share_packs() -> None:
     """The best trial, padded or not, is what a trainer makes of its settings."""

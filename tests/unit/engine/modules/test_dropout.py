@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.engine.modules.dropout import CounterDropout, MaskTape, counter_seed, replace_dropout, take_masks
+from crossbow_py.engine.modules.dropout import (
+    CounterDropout,
+    MaskTape,
+    counter_seed,
+    differ_in_rate_alone,
+    replace_dropout,
+    take_masks,
+)
 from crossbow_py.engine.modules.precision import FP32
 from tests.support import features, make_tasks, run_rounds
 
@@ -142,3 +149,28 @@ def test_tape_refuses_a_pass_unlike_the_one_recorded():
         pass
     first, second = (take_masks((3,), [0.5], [generator], like) for _ in range(2))
     assert first is not second  # no tape is left in place
+
+
+class Functional(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.drop, self.rate = nn.Dropout(rate), rate
+
+
+@pytest.mark.parametrize(
+    ("make", "alone"),
+    [
+        (lambda rate: nn.Sequential(nn.Linear(3, 3), nn.Dropout(rate), nn.Dropout1d(rate)), True),
+        (lambda rate: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), False),  # it does not follow
+        (lambda rate: nn.Sequential(nn.Dropout(rate), nn.Dropout(0.5)), False),  # nor all of them
+        (lambda rate: nn.Sequential(nn.Linear(3, 3)), False),
+        (lambda rate: nn.Sequential(nn.Dropout(rate), nn.LeakyReLU(rate)), False),
+        (lambda rate: nn.Sequential(nn.Dropout(rate), nn.Linear(3, int(10 * rate))), False),
+        (lambda rate: nn.Sequential(nn.Dropout(rate), *[nn.ReLU()] * int(10 * rate)), False),
+        (lambda rate: nn.Sequential(nn.Dropout(rate), nn.ReLU() if rate > 0.3 else nn.Tanh()), False),
+        (Functional, False),
+    ],
+)
+def test_models_that_differ_in_the_rate_of_dropout_alone_are_known(make, alone):
+    assert differ_in_rate_alone(make(0.4), make(0.2)) is alone
+    assert not differ_in_rate_alone(make(0.4), make(0.4))
