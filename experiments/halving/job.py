@@ -23,10 +23,10 @@ JOB, VALUES = "job.pt", "values.jsonl"
 class MLP(nn.Module):
     """The network of all sides."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(784, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+            nn.Linear(784, 128), nn.ReLU(), nn.Dropout(dropout), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def trained(folder: str, number: int) -> Iterator[tuple[int, float]]:
     config, (x, y) = job["configurations"][number], job["train"]
     rate, momentum, decay = (config[f"optimizer.{name}"] for name in ("learning_rate", "momentum", "weight_decay"))
     torch.manual_seed(job["seed"] + number)
-    model, criterion = MLP(), nn.CrossEntropyLoss(label_smoothing=config["label_smoothing"])
+    model, criterion = MLP(config["model.dropout"]), nn.CrossEntropyLoss(label_smoothing=config["label_smoothing"])
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum, weight_decay=decay)
     for epoch in range(1, job["rungs"][-1] + 1):
         model.train()

@@ -47,6 +47,7 @@ SPACE = {
     "optimizer.momentum": {"low": 0.5, "high": 0.99},
     "optimizer.weight_decay": {"low": 1e-6, "high": 1e-2, "log": True},
     "label_smoothing": {"low": 0.0, "high": 0.2},
+    "model.dropout": {"low": 0.05, "high": 0.5},
 }
 # By whether it is quick: configurations, rungs, images to train on.
 _SIZES = {False: (64, (1, 4, 16), 6000), True: (4, (1, 4), 96)}

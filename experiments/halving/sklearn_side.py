@@ -20,6 +20,7 @@ from experiments.halving.job import MLP, measured, prepare, read, report
 _NET = {
     "optimizer.learning_rate": "optimizer__lr", "optimizer.momentum": "optimizer__momentum",
     "optimizer.weight_decay": "optimizer__weight_decay", "label_smoothing": "criterion__label_smoothing",
+    "model.dropout": "module__dropout",
 }  # fmt: skip
 
 
