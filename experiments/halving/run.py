@@ -159,7 +159,8 @@ def configurations(job: Mapping[str, Any]) -> list[dict[str, float]]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     config = new_search(job).config
     sampling = Sampling(config.parsed_space, config.sampler, config.seed, maximize=True)
-    return [sampling.sampled(trial, ()).params for trial in range(job["number"])]
+    found = [sampling.sampled(trial, ()).params for trial in range(job["number"])]
+    return [{key.replace("model.args.", "model."): own for key, own in each.items()} for each in found]
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
