@@ -216,9 +216,9 @@ def result_text(result: Result) -> str:
     return markdown_table(_HEAD, rows)
 
 
-def opponents_text(result: Result) -> str:
+def opponents_rows(result: Result) -> list[list[str]]:
     """Models a minute of all sides, and ours ÷ the best of one model at a time and of others' packs."""
-    rows, missing = [], dict[str, str]()
+    rows = []
     for task in dict.fromkeys(run["task"] for run in result["runs"]):
         own = [run for run in result["runs"] if run["task"] == task]
         models = next(run["models"] for run in own if "models" in run)
@@ -235,18 +235,32 @@ def opponents_text(result: Result) -> str:
         told = [run for run in own if "test_loss" in run]
         losses = {side: [run["test_loss"] for run in told if run["side"] == side] for side in took}
         rates.append(" · ".join(f"{median(each):.3f}" for each in losses.values() if each))
-        missing |= {run["side"]: run["missing"] for run in own if "missing" in run}
         rows.append([TASKS[task][0], *rates, str(sum(run["side"] == "many" and not run["first"] for run in own))])
+    return rows
+
+
+def opponents_text(result: Result) -> str:
+    missing = {run["side"]: run["missing"] for run in result["runs"] if "missing" in run}
     found: Mapping[str, str] = next((run["versions"] for run in result["runs"] if "versions" in run), {})
     notes = [f"- {side}: {reason}" for side, reason in missing.items()]
     notes += [f"- {JAX}: {', '.join(f'{name} {number}' for name, number in found.items())}"] if found else []
-    return "\n\n".join([markdown_table(_AGAINST_HEAD, rows), *(["\n".join(notes)] if notes else [])])
+    table = markdown_table(_AGAINST_HEAD, opponents_rows(result))
+    return "\n\n".join([table, *(["\n".join(notes)] if notes else [])])
+
+
+def front_text(result: Result) -> str:
+    """Models a minute on the first page, but for those of first calls, which measure packs."""
+    columns = [0, *map(_AGAINST_HEAD.index, ("later", PLAIN, CORES, FUNC, JAX, "n"))]
+    head = ("models a minute", "crossbow_py", "one after another", CORES, f"{FUNC}, vmap", f"{JAX}, vmap", "n")
+    return markdown_table(head, [[row[column] for column in columns] for row in opponents_rows(result)])
 
 
 TABLES = {"all": result_text}
 TABLES_OF_KIND = {
-    tokens.KIND: {"all": tokens.result_text}, OPPONENTS: {"all": opponents_text}, COUNTS: {"all": counts_text},
-}  # fmt: skip
+    tokens.KIND: {"all": tokens.result_text},
+    OPPONENTS: {"all": opponents_text, "front": front_text},
+    COUNTS: {"all": counts_text},
+}
 
 if __name__ == "__main__":
     raise SystemExit(main())
