@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from crossbow_py.engine.device import graphs
-from crossbow_py.engine.native.library import NATIVE_THREADS
 from crossbow_py.engine.trust import assumed
 from tests.fork_server import one_for_all
 from tests.long_cases import is_long
@@ -114,10 +113,7 @@ def nothing_left_behind() -> Iterator[None]:
     """A test ends with the threads, the environment and torch's global settings it began with."""
     threads, environment, torch_settings = set(threading.enumerate()), _environment(), _torch_settings()
     yield
-    left = [
-        thread for thread in threading.enumerate()
-        if not (thread in threads or thread.daemon or thread.name.startswith(NATIVE_THREADS))
-    ]  # fmt: skip
+    left = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     for thread in left:
         thread.join(SECONDS_TO_END)
     alive = [thread.name for thread in left if thread.is_alive()]

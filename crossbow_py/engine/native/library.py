@@ -19,11 +19,9 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import suppress
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
-from functools import cache as cached
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +32,6 @@ _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 _COMPILE_S, _VERSION_S = 60.0, 10.0
 _PRIVATE = 0o700  # the mode of the folder and its files
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-NATIVE_THREADS = "crossbow native"  # their names; they stay until the process ends
 _INSTALL = "install gcc, or name a C compiler in CC"
 
 
@@ -89,7 +86,7 @@ class Code(NamedTuple):
 
     Attributes:
         name: of the file, without `.c`.
-        functions: the types of their arguments; they return nothing.
+        functions: the types of their arguments, of which the last is a number of threads; they return nothing.
         flags: of the compiler, beyond those of all code.
     """
 
@@ -103,14 +100,14 @@ class Code(NamedTuple):
         return Path(__file__).with_name(f"{self.name}.c")
 
 
-_VECTORS, _LEARNERS, PART = (POINTER(Vector), c_int64), (POINTER(Learner), c_int64), (c_int64, c_int64)
+_VECTORS, _LEARNERS = (POINTER(Vector), c_int64), (POINTER(Learner), c_int64)
 UPDATE = Code(
     "update",
     {
-        "crossbow_update": (*_VECTORS, *_LEARNERS, POINTER(Averaging), *PART),
-        "crossbow_sums_of_squares": (*_VECTORS, POINTER(c_double), c_int64, c_int64, *PART),
-        "crossbow_sum": (c_void_p, POINTER(c_void_p), c_int64, c_int64, *PART),
-        "crossbow_move": (c_void_p, c_void_p, c_void_p, c_float, c_int64, *PART),
+        "crossbow_update": (*_VECTORS, *_LEARNERS, POINTER(Averaging), c_int64),
+        "crossbow_sums_of_squares": (*_VECTORS, POINTER(c_double), c_int64, c_int64, c_int64),
+        "crossbow_sum": (c_void_p, POINTER(c_void_p), c_int64, c_int64, c_int64),
+        "crossbow_move": (c_void_p, c_void_p, c_void_p, c_float, c_int64, c_int64),
     },
     # A result is rounded where the torch operators of the reference round it.
     flags=("-ffp-contract=off",),
@@ -138,22 +135,6 @@ def load(cache: Path | None = None, code: Code = UPDATE) -> ctypes.CDLL:
             f"neither {cache} nor {tempfile.gettempdir()} can hold the compiled code ({error.strerror or error})",
             "make room there, or name another folder in TMPDIR",
         ) from error
-
-
-def spread(parts: int, function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function of a library for each part of its work, side by side; the part and their number come last."""
-    others = [_helpers(parts - 1).submit(function, *arguments, part, parts) for part in range(1, parts)]
-    function(*arguments, 0, parts)
-    for other in others:
-        other.result()
-
-
-@cached
-def _helpers(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, NATIVE_THREADS)
-
-
-os.register_at_fork(after_in_child=_helpers.cache_clear)  # a child has none of these threads
 
 
 def _load_from(cache: Path, command: list[str], code: Code) -> ctypes.CDLL:
@@ -219,14 +200,11 @@ def _compile(command: list[str], cache: Path, stem: str, code: Code) -> Path:
     """Compile in a new folder and then rename, because several processes may do so at once."""
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         made = Path(folder) / f"{stem}.so"
+        words = [*command, *_FLAGS, *code.flags, "-o", str(made), str(code.source), "-lm"]
         try:
-            done = subprocess.run(
-                [*command, *_FLAGS, *code.flags, "-o", str(made), str(code.source), "-lm"],
-                capture_output=True,
-                text=True,
-                timeout=_COMPILE_S,
-                check=False,
-            )
+            done = _ran([*words, "-fopenmp"])
+            if done.returncode:  # as where clang has no OpenMP
+                done = _ran(words)
         except subprocess.TimeoutExpired as error:
             raise NativeError(f"{command[0]} took more than {_COMPILE_S:.0f} s") from error
         if done.returncode:
@@ -238,6 +216,10 @@ def _compile(command: list[str], cache: Path, stem: str, code: Code) -> Path:
         made.replace(path)
         sync(cache)
         return path
+
+
+def _ran(words: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
 
 
 def _declare(library: ctypes.CDLL, code: Code) -> ctypes.CDLL:

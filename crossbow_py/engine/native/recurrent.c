@@ -215,14 +215,15 @@ static void backward(const Layer *o, int64_t learner)
         memcpy(o->d_state + (learner * batch + b) * size, dh + b * columns, (size_t)size * sizeof(float));
 }
 
-/* Part `part` of `num_parts` of the learners */
-void crossbow_recurrent_forward(const Layer *layer, int64_t num_learners, int64_t part, int64_t num_parts)
+/* Threads are those of torch's operators, which wait for work busily: others would find no core. */
+void crossbow_recurrent_forward(const Layer *layer, int64_t num_learners, int64_t num_threads)
 {
-    for (int64_t j = num_learners * part / num_parts; j < num_learners * (part + 1) / num_parts; j++) forward(layer, j);
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int64_t j = 0; j < num_learners; j++) forward(layer, j);
 }
 
-void crossbow_recurrent_backward(const Layer *layer, int64_t num_learners, int64_t part, int64_t num_parts)
+void crossbow_recurrent_backward(const Layer *layer, int64_t num_learners, int64_t num_threads)
 {
-    for (int64_t j = num_learners * part / num_parts; j < num_learners * (part + 1) / num_parts; j++)
-        backward(layer, j);
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int64_t j = 0; j < num_learners; j++) backward(layer, j);
 }

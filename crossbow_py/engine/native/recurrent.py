@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crossbow_py.engine.native.library import PART, Code, NativeError, load, spread
+from crossbow_py.engine.native.library import Code, NativeError, load
 
 _KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # in the order of recurrent.c
 _WIDEST = 128  # hidden values; see `experiments/model_batch` and the rules
@@ -35,7 +35,7 @@ class _Layer(Structure):
     ]
 
 
-_ARGUMENTS = (POINTER(_Layer), c_int64, *PART)
+_ARGUMENTS = (POINTER(_Layer), c_int64, c_int64)
 _CODE = Code(
     "recurrent",
     {"crossbow_recurrent_forward": _ARGUMENTS, "crossbow_recurrent_backward": _ARGUMENTS},
@@ -130,5 +130,5 @@ def _run(direction: str, form: tuple[Any, ...], **tensors: Tensor | None) -> Non
     held = unused | {name: own for name, own in tensors.items() if own is not None} | {"scratch": scratch}
     pointers = {name: None if own is None else own.data_ptr() for name, own in held.items()}
     layer = _Layer(*form, **pointers, scratch_size=scratch_size)
-    parts = max(1, min(torch.get_num_threads(), learners))
-    spread(parts, getattr(library, f"crossbow_recurrent_{direction}"), byref(layer), learners)
+    threads = min(torch.get_num_threads(), learners)
+    getattr(library, f"crossbow_recurrent_{direction}")(byref(layer), learners, threads)

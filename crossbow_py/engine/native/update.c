@@ -180,10 +180,8 @@ static void update_chunk(const Vector *v, const Learner *learners, int64_t num_l
     move(v->z + begin, v->z_prev + begin, v->total + begin, averaging->momentum, n);
 }
 
-/* Part `part` of `num_parts` of all vectors: gradient steps and corrections of the learners, the corrections' sum, and
- * the step of z by it if `averaging` says so. */
-void crossbow_update(const Vector *vectors, int64_t num_vectors, const Learner *learners, int64_t num_learners,
-                     const Averaging *averaging, int64_t part, int64_t num_parts)
+static void update_part(const Vector *vectors, int64_t num_vectors, const Learner *learners, int64_t num_learners,
+                        const Averaging *averaging, int64_t part, int64_t num_parts)
 {
     int64_t chunk = 0;
     for (int64_t i = 0; i < num_vectors; i++)
@@ -194,9 +192,18 @@ void crossbow_update(const Vector *vectors, int64_t num_vectors, const Learner *
         }
 }
 
-/* total <- the sum of the rows, in their order; part `part` of `num_parts` */
-void crossbow_sum(float *restrict total, const float *const *rows, int64_t num_rows, int64_t count, int64_t part,
-                  int64_t num_parts)
+/* Gradient steps and corrections of the learners in all vectors, the corrections' sum, and the step of z by it if
+ * `averaging` says so. Threads are those of torch's operators, which wait for work busily: others would find no core. */
+void crossbow_update(const Vector *vectors, int64_t num_vectors, const Learner *learners, int64_t num_learners,
+                     const Averaging *averaging, int64_t num_threads)
+{
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int64_t part = 0; part < num_threads; part++)
+        update_part(vectors, num_vectors, learners, num_learners, averaging, part, num_threads);
+}
+
+static void sum_part(float *restrict total, const float *const *rows, int64_t num_rows, int64_t count, int64_t part,
+                     int64_t num_parts)
 {
     const int64_t end = count * (part + 1) / num_parts;
     for (int64_t at = count * part / num_parts; at < end; at += CHUNK) {
@@ -209,12 +216,21 @@ void crossbow_sum(float *restrict total, const float *const *rows, int64_t num_r
     }
 }
 
-/* See `move`; part `part` of `num_parts` */
-void crossbow_move(float *z, float *z_prev, const float *total, float momentum, int64_t count, int64_t part,
-                   int64_t num_parts)
+/* total <- the sum of the rows, in their order */
+void crossbow_sum(float *total, const float *const *rows, int64_t num_rows, int64_t count, int64_t num_threads)
 {
-    const int64_t at = count * part / num_parts;
-    move(z + at, z_prev + at, total + at, momentum, count * (part + 1) / num_parts - at);
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int64_t part = 0; part < num_threads; part++) sum_part(total, rows, num_rows, count, part, num_threads);
+}
+
+/* See `move` */
+void crossbow_move(float *z, float *z_prev, const float *total, float momentum, int64_t count, int64_t num_threads)
+{
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int64_t part = 0; part < num_threads; part++) {
+        const int64_t at = count * part / num_threads;
+        move(z + at, z_prev + at, total + at, momentum, count * (part + 1) / num_threads - at);
+    }
 }
 
 typedef double Four __attribute__((vector_size(32)));
@@ -235,11 +251,9 @@ static double sum_of_squares(const float *values, int64_t n)
     return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + rest;
 }
 
-/* sums[j * num_strips + s] <- the sum of squares of strip s of learner j's gradient, for the strips s = part,
- * part + num_parts, ... Chunk c of the row is in strip (j + c) % num_strips, whatever the number of parts, so that sums
- * do not follow from it. */
-void crossbow_sums_of_squares(const Vector *vectors, int64_t num_vectors, double *sums, int64_t num_learners,
-                              int64_t num_strips, int64_t part, int64_t num_parts)
+/* The strips s = part, part + num_parts, ... of crossbow_sums_of_squares */
+static void square_part(const Vector *vectors, int64_t num_vectors, double *sums, int64_t num_learners,
+                        int64_t num_strips, int64_t part, int64_t num_parts)
 {
     for (int64_t s = 0; s < num_learners * num_strips; s++)
         if (s % num_strips % num_parts == part) sums[s] = 0;
@@ -254,4 +268,14 @@ void crossbow_sums_of_squares(const Vector *vectors, int64_t num_vectors, double
                         sum_of_squares(gradient + begin, left < READ_CHUNK ? left : READ_CHUNK);
             }
         }
+}
+
+/* sums[j * num_strips + s] <- the sum of squares of strip s of learner j's gradient. Chunk c of the row is in strip
+ * (j + c) % num_strips, whatever the number of threads, so that sums do not follow from it. */
+void crossbow_sums_of_squares(const Vector *vectors, int64_t num_vectors, double *sums, int64_t num_learners,
+                              int64_t num_strips, int64_t num_threads)
+{
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int64_t part = 0; part < num_threads; part++)
+        square_part(vectors, num_vectors, sums, num_learners, num_strips, part, num_threads);
 }

@@ -22,11 +22,11 @@ from torch import Tensor
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
 from crossbow_py.engine.bank.layout import TrainedRow, norm
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.native.library import Averaging, Learner, Vector, spread
+from crossbow_py.engine.native.library import Averaging, Learner, Vector
 from crossbow_py.engine.update.optimizers import Optimizer
 
 _STRIPS = 64  # sums of squares of a gradient over fixed strips, so that its norm does not depend on the threads
-_VALUES_A_PART = 2**17  # updating these takes about as long as handing work to another thread
+_VALUES_A_THREAD = 2**15  # the fewest for which torch uses another thread
 
 
 class Step(NamedTuple):
@@ -248,9 +248,8 @@ class NativeUpdate(TorchUpdate):
         return found
 
     def _spread(self, values: int, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function for each part of the work side by side, in up to as many parts as torch has threads."""
-        parts = max(1, min(torch.get_num_threads(), values // _VALUES_A_PART))
-        spread(parts, function, *arguments)
+        """Call a function with as many threads as pay, up to as many as torch has."""
+        function(*arguments, max(1, min(torch.get_num_threads(), values // _VALUES_A_THREAD)))
 
 
 class StackedRows:
