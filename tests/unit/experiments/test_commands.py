@@ -69,6 +69,7 @@ SHORT: Mapping[str, str] = {
     "--max-foreign-share 9 --device cpu",
     "update_bandwidth/run": "--model mlp --num-learners 2 --seconds 0.05 --device cpu",
     "workers/run": "--batch-sizes 2 --workers 1 --seconds 0.2 --repetitions 1",
+    "tabular/run": "--quick --repetitions 1 --data churn",
     "tasks/run": "--examples tabular --repetitions 1",
     "zoo/run": "--models test_vit --processes 1",
     "zoo/speed": "--models test_vit --learners 2 --repetitions 1 --seconds 0.05",
@@ -82,7 +83,7 @@ LONG = {
     "workers/run", "hyperband/run", "muon_cost/run", "overhead/run", "faults/restarts",
     "ranks/search", "checkpoint/run", "tasks/run",
     "averaged_gradients/run", "defaults/run", "one_base/run", "memory/run", "many_models/run", "many_models/tokens",
-    "before_and_now/run", "lora_search/run", "halving/run",
+    "before_and_now/run", "lora_search/run", "halving/run", "tabular/run",
 }  # fmt: skip
 # Programs of results that pages show with the command of then: what does it now, if anything.
 FORMER = {
