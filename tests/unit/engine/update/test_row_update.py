@@ -124,7 +124,7 @@ def test_learners_whose_rates_alone_differ_step_by_their_own(kind):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_native_results_do_not_follow_from_the_number_of_threads(threads, monkeypatch):
     optimizer = SGD(momentum=0.9, weight_decay=0.01)
-    monkeypatch.setattr("crossbow_py.engine.update.row_update._VALUES_A_PART", 1)
+    monkeypatch.setattr("crossbow_py.engine.update.row_update._VALUES_A_THREAD", 1)
     results = []
     for count in (3, threads):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
