@@ -162,7 +162,20 @@ def result_text(result: Mapping[str, Any]) -> str:
     return f"{markdown_table(head, rows)}\n\n{found or f'{THEIRS} is missing: ' + result['missing']}"
 
 
+def models_a_minute(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """The row of the first page."""
+    rows = []
+    for result in results.values():
+        seconds = {side: [run["seconds"] for run in result["runs"] if run["side"] == side] for side in (OURS, THEIRS)}
+        ours, theirs = (f"{60 * result['subsets'] / median(own):,.0f}" if own else NONE for own in seconds.values())
+        what = f"{result['subsets']} half-subsets of MNIST for attribution, MLP 784-128-64-10, b = 64"
+        cells = [ours, f"{theirs} ({THEIRS})", NONE, str(len(seconds[OURS]))]
+        rows.append([f"[{what}](experiments/attribution/README.md)", *cells])
+    return rows
+
+
 TABLES = {"all": result_text}
+MODELS_A_MINUTE = models_a_minute
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -197,7 +197,24 @@ def cells(by_side: Mapping[str, Mapping[int, Any]], side: str, models: int) -> l
             f"{ratio:.2f}", f"{median(reached):.1f}", f"{value:.4f}", f"{test:.4f}", str(len(own))]  # fmt: skip
 
 
+def models_a_minute(results: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """The row of the first page."""
+    rows = []
+    for result in results.values():
+        rates = {}
+        for side, name in NAMES.items():
+            if own := [run["seconds"] for run in result["runs"] if run["side"] == side and "seconds" in run]:
+                rates[name] = 60 * result["configurations"] / median(own), len(own)
+        ours, n = rates.pop(NAMES[OURS])
+        best = max(rates, key=lambda name: rates[name]) if rates else None
+        theirs = NONE if best is None else f"{rates[best][0]:,.0f} ({best})"
+        what = f"{result['configurations']} configurations of an MLP 784-128-64-10 by successive halving, b = 32"
+        rows.append([f"[{what}](experiments/halving/README.md)", f"{ours:,.0f}", theirs, NONE, str(n)])
+    return rows
+
+
 TABLES = {"all": result_text}
+MODELS_A_MINUTE = models_a_minute
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -248,17 +248,26 @@ def opponents_text(result: Result) -> str:
     return "\n\n".join([table, *(["\n".join(notes)] if notes else [])])
 
 
-def front_text(result: Result) -> str:
-    """Models a minute on the first page, but for those of first calls, which measure packs."""
-    columns = [0, *map(_AGAINST_HEAD.index, ("later", PLAIN, CORES, FUNC, JAX, "n"))]
-    head = ("models a minute", "crossbow_py", "one after another", CORES, f"{FUNC}, vmap", f"{JAX}, vmap", "n")
-    return markdown_table(head, [[row[column] for column in columns] for row in opponents_rows(result)])
+def models_a_minute(results: Mapping[str, Result]) -> list[list[str]]:
+    """Rows of the first page: ours, the best of one model at a time, and the best of others' packs."""
+    (result,) = (each for each in results.values() if each.get("kind") == OPPONENTS)
+    rows = []
+    for row in opponents_rows(result):
+        by_name = dict(zip(_AGAINST_HEAD, row, strict=True))
+        cells = []
+        for sides in ((PLAIN, CORES), (FUNC, JAX)):
+            there = {side: by_name[side] for side in sides if by_name[side] != NONE}
+            best = max(there, key=lambda side: int(there[side].replace(",", "")), default="")
+            cells.append(f"{there[best]} ({best})" if best else NONE)
+        rows.append([f"[{row[0]}](experiments/many_models/README.md)", by_name["later"], *cells, by_name["n"]])
+    return rows
 
 
+MODELS_A_MINUTE = models_a_minute
 TABLES = {"all": result_text}
 TABLES_OF_KIND = {
     tokens.KIND: {"all": tokens.result_text},
-    OPPONENTS: {"all": opponents_text, "front": front_text},
+    OPPONENTS: {"all": opponents_text},
     COUNTS: {"all": counts_text},
 }
 

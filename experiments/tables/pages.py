@@ -8,9 +8,10 @@ where it has none in `run.py`; those of grids of training runs are in `grids/rep
     TABLES: by name; the first is what a page about all of its results shows. `machine` is added.
     TABLES_OF_KIND: by the kind that a result says it is, what takes the place of TABLES.
     TABLES_OVER_ALL: by name, tables over all results.
-    HEADLINE: rows of the table on the first page, from all results.
+    HEADLINE: rows of the table of speeds on the first page, from all results.
+    MODELS_A_MINUTE: rows of the table of models a minute there.
 
-`headline/QUESTION/...` has the rows of several questions.
+`headline/QUESTION/...` and `models_a_minute/QUESTION/...` have the rows of several questions.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from experiments.tables.markdown import markdown_table, replace_blocks
 
 Table = Callable[[Mapping[str, Any]], str]
 Results = Mapping[str, Mapping[str, Any]]
-_HEADLINE = ["", "crossbow_py", "one tuned model", "PyTorch's default loop", "n", "cores"]
+_OF_SEVERAL = {
+    "headline": ["", "crossbow_py", "one tuned model", "PyTorch's default loop", "n", "cores"],
+    "models_a_minute": ["models a minute", "crossbow_py", "without packs, the best", "others' packs, the best", "n"],
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,9 +74,9 @@ def rebuilt(page: str) -> str:
 def build(name: str, results: Results) -> str:
     """Return what belongs into the block NAME, given its question's results. Raises ValueError for an unknown name."""
     question, *rest = name.split("/")
-    if question == "headline":
-        rows = [row for each in rest for row in _offered(name, each).HEADLINE(read_results(each))]
-        return markdown_table(_HEADLINE, rows)
+    if question in _OF_SEVERAL:
+        rows = [row for each in rest for row in getattr(_offered(name, each), question.upper())(read_results(each))]
+        return markdown_table(_OF_SEVERAL[question], rows)
     offered = _offered(name, question)
     if not rest:
         return "\n\n".join(_section(offered, result, results[result]) for result in results)

@@ -17,7 +17,7 @@ from torch import Tensor
 from crossbow_py.engine.native.library import Code, NativeError, load
 
 _KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # in the order of recurrent.c
-_WIDEST = 128  # hidden values; see `experiments/model_batch` and the rules
+_WIDEST = 128  # hidden values; wider ones gain less, see the rules
 _TILE = 16  # the columns of products in C are padded to a multiple of it
 _POINTERS = (
     "inputs", "weights", "bias", "states", "cells", "gates", "inner", "d_outputs", "d_inputs", "d_products", "d_state",

@@ -29,6 +29,11 @@ def test_table_has_models_a_minute_and_ratios_to_the_best_of_each_kind():
     assert notes.splitlines() == ["- torch.func: RuntimeError: no batching rule", "- JAX: jax 0.10.2"]
 
 
+def test_first_page_has_the_best_of_one_model_at_a_time_and_of_packs_by_others():
+    (row,) = run.models_a_minute({"opponents": {"kind": run.OPPONENTS, "runs": RUNS}, "cpu": {"runs": []}})
+    assert row[1:] == ["240", f"80 ({run.CORES})", f"96 ({run.JAX})", "3"]
+
+
 def test_rows_stand_where_all_other_software_is_missing():
     runs = [own for own in RUNS if own["side"] != run.JAX]
     runs.append({"task": "series", "side": run.JAX, "threads": "", "first": False, "missing": "no jax"})
