@@ -12,6 +12,7 @@
 /* Values of one row before those of the next: long enough to prefetch, and what the rows share stays in the second
  * cache until the last of them is through. */
 #define CHUNK 16384
+#define LEAST_CHUNK 1024 /* to be shared between threads */
 #define READ_CHUNK 65536 /* where nothing is shared, the longer run is the faster one */
 #define VALUES 8
 #define INLINE static inline __attribute__((always_inline))
@@ -184,12 +185,16 @@ static void update_part(const Vector *vectors, int64_t num_vectors, const Learne
                         const Averaging *averaging, int64_t part, int64_t num_parts)
 {
     int64_t chunk = 0;
-    for (int64_t i = 0; i < num_vectors; i++)
-        for (int64_t begin = 0; begin < vectors[i].count; begin += CHUNK, chunk++) {
-            if (chunk % num_parts != part) continue;
-            const int64_t left = vectors[i].count - begin;
-            update_chunk(vectors + i, learners, num_learners, averaging, begin, left < CHUNK ? left : CHUNK);
-        }
+    for (int64_t i = 0; i < num_vectors; i++) {
+        const int64_t count = vectors[i].count;
+        int64_t chunks = (count + CHUNK - 1) / CHUNK;
+        if (count >= LEAST_CHUNK * num_parts) chunks = (chunks + num_parts - 1) / num_parts * num_parts; /* as many each */
+        const int64_t size = chunks ? ((count + chunks - 1) / chunks + 15) / 16 * 16 : 0; /* whole cache lines */
+        for (int64_t begin = 0; begin < count; begin += size, chunk++)
+            if (chunk % num_parts == part)
+                update_chunk(vectors + i, learners, num_learners, averaging, begin,
+                             count - begin < size ? count - begin : size);
+    }
 }
 
 /* Gradient steps and corrections of the learners in all vectors, the corrections' sum, and the step of z by it if
