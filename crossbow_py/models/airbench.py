@@ -58,8 +58,11 @@ class AirbenchNet(nn.Module):
     @torch.no_grad()
     def initialise_from(self, images: Tensor) -> None:
         """Set the whitening filters from training images `[N, in_channels, H, W]`, normalised as in training."""
-        patches = functional.unfold(images, PATCH)  # [N, values, positions]
-        moments = (patches @ patches.mT).double().mean(0) / patches.shape[2]
+        sums = []
+        for few in torch.split(images, 100):  # patches take several times the memory of images
+            patches = functional.unfold(few, PATCH)  # [n, values, positions]
+            sums.append((patches @ patches.mT).double().sum(0) / patches.shape[2])
+        moments = torch.stack(sums).sum(0) / len(images)
         values, vectors = torch.linalg.eigh(moments)
         filters = (vectors / (values + EPSILON).sqrt()).T.reshape(-1, *self.whiten.weight.shape[1:])
         self.whiten.weight.copy_(torch.cat([filters, -filters]))

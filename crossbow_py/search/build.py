@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -22,12 +23,13 @@ from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.plain_values import without
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.core.targets import import_target, shown_target
+from crossbow_py.core.trees import call
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Classes
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.sources import DataSource
-from crossbow_py.engine.modules.dropout import counter_seed, differ_in_rate_alone, dropout_rates
+from crossbow_py.engine.modules.dropout import counter_seed, differ_in_rate_alone, dropout_rates, has_one_rate
 from crossbow_py.engine.modules.losses import IGNORED, Loss
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.engine.modules.standardized import StandardizedLoss, remark_of, standardizing
@@ -113,7 +115,7 @@ class SearchRun:
             brackets, config.metric, config.packing, config.seed, lookahead=most,
             checkpoint_every_s=config.checkpoint_every_s, maximize=maximizes(config, metrics),
         )  # fmt: skip
-        self._are_rates: dict[str, bool] = {}  # by model, argument and other arguments
+        self._firsts: dict[str, nn.Module | None] = {}  # by model, argument and other arguments
         self.source: DataSource = config.data.load(progress=sys.stderr.isatty())
         space = config.parsed_space
         data = self._search_data()
@@ -168,7 +170,7 @@ class SearchRun:
         own, source = self._trial_config(trial, params), self.source
         made = partial(first_model, own.model, source.input_shape, source.num_classes, own.init_from)
         make_model = initialising(made, source.train, source.mean, source.std)
-        of_a_row = _OF_A_ROW | self._rates_of(own.model, made)
+        of_a_row = _OF_A_ROW | self._rates_of(own, made)
         model = without(to_mapping(own.model), of_a_row)
         return TrialSettings(
             seed=own.seed,
@@ -185,30 +187,31 @@ class SearchRun:
             features=self.config.parsed_space.features(params),
         )
 
-    def _rates_of(self, model: Any, make_model: Callable[[], nn.Module]) -> set[str]:
-        """Return the keys of a user's own model that set the rate of all its dropout layers and change nothing else."""
-        if not isinstance(model, CustomModel):
-            return set()
-        found = set()
-        for name, rate in model.args.items():
-            if not isinstance(rate, float) or not 0 < rate < 1:
-                continue
-            others = {key: value for key, value in model.args.items() if key != name}
-            key = json.dumps([model.target, name, others], sort_keys=True, default=str)
-            if key not in self._are_rates:
-                other = dataclasses.replace(model, args={**others, name: rate / 2})
-                self._are_rates[key] = self._is_rate(rate, make_model, other)
-            if self._are_rates[key]:
-                found.add(f"args.{name}")
-        return found
+    def _rates_of(self, own: TrainConfig, make_model: Callable[[], nn.Module]) -> set[str]:
+        """Return the searched keys of a user's own model that set the rate of its dropout and change nothing else."""
+        searched = {parameter.key for parameter in self.config.parsed_space.parameters}
+        given = own.model.args.items() if isinstance(own.model, CustomModel) else ()
+        return {
+            f"args.{name}" for name, rate in given
+            if f"model.args.{name}" in searched and isinstance(rate, float) and 0 < rate < 1
+            and self._is_rate(name, rate, own, make_model)
+        }  # fmt: skip
 
-    def _is_rate(self, rate: float, make_model: Callable[[], nn.Module], other: CustomModel) -> bool:
+    def _is_rate(self, name: str, rate: float, own: TrainConfig, make_model: Callable[[], nn.Module]) -> bool:
+        """Compare a model with the first one that differs from it in the argument `name` alone."""
+        others = {**own.model.args, name: None}
+        key = json.dumps([own.model.target, others], sort_keys=True, default=str)
         try:
             with kept_generators():
-                one = make_model()
-                if set(dropout_rates(one)) != {rate}:
-                    return False
-                return differ_in_rate_alone(one, other.make(self.source.input_shape, self.source.num_classes or 0))
+                module = make_model()
+                if key not in self._firsts:
+                    with closing(self.registry.data.feed_of(own.batch_size)) as feed:
+                        inputs = feed.first_samples(2).inputs
+                    alone = has_one_rate(copy.deepcopy(module), lambda it: call(it, inputs))
+                    self._firsts[key] = module if alone else None
+            first = self._firsts[key]
+            is_its = set(dropout_rates(module)) == {rate}
+            return first is not None and is_its and differ_in_rate_alone(first, module)
         except Exception:  # of the user's model: a trial's, which records it
             return False
 

@@ -211,8 +211,7 @@ class RunBuilder:
                 statistics = target_statistics(self.data.train, self.arguments.loss, weights=weights)
                 asked = self.arguments.standardize_targets is True
                 self._make_model = standardizing(self._make_model, *statistics, asked)
-            if self.resumed_from is None:
-                self._make_model = initialising(self._make_model, self.data.train, self.data.mean, self.data.std)
+            self._make_model = initialising(self._make_model, self.data.train, self.data.mean, self.data.std)
             template = seeded_model(self._make_model, self.settings.seed, self.init_from)
             template = self.optimizer.prepared(template).to(self.choices.device)
             given, device = self.arguments.loss, self.choices.device

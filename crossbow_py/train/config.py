@@ -132,7 +132,8 @@ def first_model(
     module = model.make(input_shape, num_classes or 0)
     if init_from is not None:
         load_weights(module, given_path("init_from", init_from))
-        module.initialise_from = None  # type: ignore[assignment]  # what it would take from data is in the file
+        if hasattr(module, "initialise_from"):
+            module.initialise_from = None  # type: ignore[assignment]  # what it would take from data is in the file
     return module
 
 

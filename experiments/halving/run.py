@@ -66,7 +66,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     number, rungs, images = _SIZES[given.quick]
     common = {**_FIXED, **_data(images), "rungs": rungs, "number": number}
     # The first search measures how wide packs pay, which is remembered.
-    _search(OURS, common | {"seed": 0})
+    _search(OURS, common | {"seed": 999})
     runs = list[dict[str, Any]]()
     for turn, side in enumerate(by_turns(list(NAMES), given.repetitions)):
         repetition = turn // len(NAMES)

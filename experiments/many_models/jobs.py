@@ -36,7 +36,8 @@ from experiments.bench.machine import usable_cores
 from experiments.many_models.tokens import IN_TURNS
 
 FUNC, JAX, FEW = "torch.func", "JAX", "--few"
-_COUNT, _SHORTER = "--count=", 4  # models of so much shorter training; 0 for as many as the task has
+_COUNT = "--count="  # of models; 0 for as many as the task has
+_SHORTER = 4  # times is their training then
 SIDES = ("many", "packs by width", "plain loop", "a process a core", FUNC, JAX)
 _FEW = 4
 _PATIENCE_S = 60

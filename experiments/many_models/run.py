@@ -72,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--quick", action="store_true", help="twenty times less data and a single epoch")
     given = parser.parse_args(argv)
     if given.counts:
+        if unknown := set(given.tasks or ()) - set(COUNTED):
+            parser.error(f"--counts has no {', '.join(sorted(unknown))}; it has {', '.join(COUNTED)}")
         return measure_and_write(parser, argv, measure_counts, counts_text)
     return measure_and_write(parser, argv, measure, opponents_text if given.opponents else result_text)
 

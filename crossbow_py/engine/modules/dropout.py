@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -204,15 +204,46 @@ def set_dropout_rate(module: nn.Module, rate: float) -> None:
             child.p = rate
 
 
-def differ_in_rate_alone(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether two modules have one rate each for all of their dropout layers, and are equal but for it.
+def has_one_rate(module: nn.Module, run: Callable[[nn.Module], object]) -> bool:
+    """Return whether all dropout of a module is by layers that `replace_dropout` replaces, of one rate, not 0.
 
-    Parameters and buffers may have other values. What only a function's closure holds is compared as that function.
+    Args:
+        module: is run once, in training mode, and thrown away.
+        run: calls it on a batch.
+    """
+    layers = [child for child in module.modules() if isinstance(child, _LAYERS)]
+    if len({layer.p for layer in layers}) != 1 or not layers[0].p or any(type(own) not in _KINDS for own in layers):
+        return False
+    reads = []
+
+    def sealed(kind: type[Any]) -> type[Any]:
+        """A layer whose rate is noted when it is read by anything but its forward, as by functional dropout."""
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            inner: Tensor = nn.functional.dropout(x, self.__dict__["p"], self.training)
+            return inner
+
+        def rate(self: Any) -> float:
+            reads.append(self)
+            found: float = self.__dict__["p"]
+            return found
+
+        return type(kind.__name__, (kind,), {"forward": forward, "p": property(rate)})
+
+    for layer in layers:
+        layer.__class__ = sealed(type(layer))
+    run(module.train())
+    return not reads
+
+
+def differ_in_rate_alone(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two modules are equal but for the values of tensors and the rate of all of their dropout layers.
+
+    Attributes are compared by `==`, and functions and other objects without it are equal to themselves alone.
     """
     every = [each.named_modules(remove_duplicate=False) for each in (one, other)]
     pairs = list(itertools.zip_longest(*every))
-    rates = [set(dropout_rates(each)) for each in (one, other)]
-    return all(map(len, rates)) and rates[0] != rates[1] and max(map(len, rates)) == 1 and all(
+    return all(len(set(dropout_rates(each))) == 1 for each in (one, other)) and all(
         None not in pair and pair[0][0] == pair[1][0] and type(pair[0][1]) is type(pair[1][1])
         and _attributes(pair[0][1]) == _attributes(pair[1][1]) for pair in pairs
     )  # fmt: skip
@@ -220,7 +251,7 @@ def differ_in_rate_alone(one: nn.Module, other: nn.Module) -> bool:
 
 def _attributes(module: nn.Module) -> list[object]:
     """Return what a module holds besides tensors and modules, without the rate of a dropout layer."""
-    apart = {"_modules", *(["p"] if isinstance(module, _LAYERS) else [])}
+    apart = {"_modules", *(["p"] if type(module) in _KINDS else [])}
     held = {name: own for name, own in vars(module).items() if name not in apart}
     shapes = [
         [(name, value if value is None else (value.shape, value.dtype)) for name, value in held.pop(part).items()]

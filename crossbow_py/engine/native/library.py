@@ -157,7 +157,10 @@ def _load_from(cache: Path, command: list[str], code: Code) -> ctypes.CDLL:
             path.unlink()
     if not has_compiler:
         raise NativeError(f"there is no C compiler ({command[0] if command else '$CC is empty'})")
-    return _declare(ctypes.CDLL(str(_compile(command, cache, stem, code))), code)
+    try:
+        return _declare(ctypes.CDLL(str(_compile([*command, "-fopenmp"], cache, stem, code))), code)
+    except (OSError, NativeError):  # as where clang has no OpenMP, or none that can be loaded
+        return _declare(ctypes.CDLL(str(_compile(command, cache, stem, code))), code)
 
 
 def _make_private(cache: Path) -> None:
@@ -202,9 +205,7 @@ def _compile(command: list[str], cache: Path, stem: str, code: Code) -> Path:
         made = Path(folder) / f"{stem}.so"
         words = [*command, *_FLAGS, *code.flags, "-o", str(made), str(code.source), "-lm"]
         try:
-            done = _ran([*words, "-fopenmp"])
-            if done.returncode:  # as where clang has no OpenMP
-                done = _ran(words)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
         except subprocess.TimeoutExpired as error:
             raise NativeError(f"{command[0]} took more than {_COMPILE_S:.0f} s") from error
         if done.returncode:
@@ -216,10 +217,6 @@ def _compile(command: list[str], cache: Path, stem: str, code: Code) -> Path:
         made.replace(path)
         sync(cache)
         return path
-
-
-def _ran(words: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
 
 
 def _declare(library: ctypes.CDLL, code: Code) -> ctypes.CDLL:

@@ -30,7 +30,7 @@ typedef struct {
 
 static int64_t padded(int64_t columns) { return (columns + TILE - 1) / TILE * TILE; }
 
-/* Within 2 units in the last place for |x| < 87, beyond which it stays there */
+/* e^x within 2 units in the last place for |x| <= 87; beyond, e^87 and e^-87 */
 static inline float exponential(float x)
 {
     union { float value; int32_t bits; } scale;
@@ -39,7 +39,8 @@ static inline float exponential(float x)
     const float count = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* rounded */
     const float r = (x - count * 0.693359375f) + count * 2.12194440e-4f;
     scale.bits = ((int32_t)count + 127) << 23;
-    const float inner = 0.49999994f + r * (0.1666652f + r * (0.041668393f + r * (0.008368781f + r * 0.0013814467f)));
+    const float high = 0.041668393f + r * (0.008368781f + r * 0.0013814467f);
+    const float inner = 0.49999994f + r * (0.1666652f + r * high);
     return scale.value * (1.0f + (r + r * r * inner));
 }
 
@@ -48,7 +49,8 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 static inline float hyperbolic_tangent(float x)
 {
     const float square = x * x;
-    const float small = -0.33333284f + square * (0.13331491f + square * (-0.053743497f + square * (0.020650586f - square * 0.0057170447f)));
+    const float high = -0.053743497f + square * (0.020650586f - square * 0.0057170447f);
+    const float small = -0.33333284f + square * (0.13331491f + square * high);
     const float large = 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
     return square < 0.390625f ? x + x * square * small : large;
 }
@@ -215,7 +217,7 @@ static void backward(const Layer *o, int64_t learner)
         memcpy(o->d_state + (learner * batch + b) * size, dh + b * columns, (size_t)size * sizeof(float));
 }
 
-/* Threads are those of torch's operators, which wait for work busily: others would find no core. */
+/* OpenMP, as torch: its threads wait for work busily, so that threads of another kind would find their cores taken. */
 void crossbow_recurrent_forward(const Layer *layer, int64_t num_learners, int64_t num_threads)
 {
 #pragma omp parallel for num_threads(num_threads) schedule(static)

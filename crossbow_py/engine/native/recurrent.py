@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from crossbow_py.engine.native.library import Code, NativeError, load
 
@@ -52,9 +53,9 @@ def _library() -> ctypes.CDLL | None:
 
 
 def serves(gates: Tensor, hidden: int) -> bool:
-    """Return whether a layer with these products of inputs is run by C code here."""
+    """Return whether a layer with these products of inputs, of several time steps, is run by C code here."""
     plain = gates.device.type == "cpu" and gates.dtype == torch.float32
-    return plain and hidden <= _WIDEST and _library() is not None
+    return plain and hidden <= _WIDEST and gates.shape[-2] > 1 and _library() is not None
 
 
 class RecurrentLayer(torch.autograd.Function):
@@ -98,6 +99,7 @@ class RecurrentLayer(torch.autograd.Function):
         return outputs.transpose(1, 2), None if cells is None else cells[:, end].clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         (d_outputs, d_cell), (weights, bias, states, cells, gates, inner) = given, ctx.saved_tensors
         _, reverse, batch, steps, size, width = ctx.form
@@ -130,5 +132,6 @@ def _run(direction: str, form: tuple[Any, ...], **tensors: Tensor | None) -> Non
     held = unused | {name: own for name, own in tensors.items() if own is not None} | {"scratch": scratch}
     pointers = {name: None if own is None else own.data_ptr() for name, own in held.items()}
     layer = _Layer(*form, **pointers, scratch_size=scratch_size)
-    threads = min(torch.get_num_threads(), learners)
+    # All of torch's threads or one: a smaller team would end the others, which torch would start again.
+    threads = torch.get_num_threads() if learners > 1 else 1
     getattr(library, f"crossbow_recurrent_{direction}")(byref(layer), learners, threads)

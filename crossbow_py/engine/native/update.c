@@ -198,7 +198,8 @@ static void update_part(const Vector *vectors, int64_t num_vectors, const Learne
 }
 
 /* Gradient steps and corrections of the learners in all vectors, the corrections' sum, and the step of z by it if
- * `averaging` says so. Threads are those of torch's operators, which wait for work busily: others would find no core. */
+ * `averaging` says so. OpenMP, as torch: its threads wait for work busily, and threads of another kind would find their
+ * cores taken. */
 void crossbow_update(const Vector *vectors, int64_t num_vectors, const Learner *learners, int64_t num_learners,
                      const Averaging *averaging, int64_t num_threads)
 {

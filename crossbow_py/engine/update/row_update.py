@@ -248,8 +248,8 @@ class NativeUpdate(TorchUpdate):
         return found
 
     def _spread(self, values: int, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function with as many threads as pay, up to as many as torch has."""
-        function(*arguments, max(1, min(torch.get_num_threads(), values // _VALUES_A_THREAD)))
+        """Call a function with all of torch's threads, or one: a smaller team would end the others of these."""
+        function(*arguments, torch.get_num_threads() if values >= 2 * _VALUES_A_THREAD else 1)
 
 
 class StackedRows:

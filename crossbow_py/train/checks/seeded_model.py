@@ -13,14 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
-from torch.utils.data import Subset
 
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.core.trees import Tree, call, in_format, map_tree
 from crossbow_py.data.build import make_feed
-from crossbow_py.data.datasets import Data, as_pair, num_samples
+from crossbow_py.data.datasets import Data, num_samples, take
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
@@ -90,11 +88,7 @@ def _spread_inputs(
 ) -> Tree:
     ids = np.arange(num_samples(data)) if places is None else places
     ids = ids[np.linspace(0, len(ids) - 1, min(len(ids), _MOST_FIRST)).astype(np.int64)]
-    pair = as_pair(data)
-    few: Data = Subset(data, ids.tolist())  # type: ignore[arg-type]  # a data set where there is no pair
-    if pair is not None:
-        few = pytree.tree_map(lambda own: own[torch.from_numpy(ids)], pair)
-    feed = make_feed(few, 1, mean=mean, std=std)
+    feed = make_feed(take(data, ids), 1, mean=mean, std=std)
     try:
         return feed.first_samples(len(ids)).inputs
     finally:

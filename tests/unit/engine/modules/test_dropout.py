@@ -11,6 +11,8 @@ from crossbow_py.engine.modules.dropout import (
     MaskTape,
     counter_seed,
     differ_in_rate_alone,
+    dropout_rates,
+    has_one_rate,
     replace_dropout,
     take_masks,
 )
@@ -172,5 +174,37 @@ class Functional(nn.Module):
     ],
 )
 def test_models_that_differ_in_the_rate_of_dropout_alone_are_known(make, alone):
-    assert differ_in_rate_alone(make(0.4), make(0.2)) is alone
-    assert not differ_in_rate_alone(make(0.4), make(0.4))
+    rates = {own for own in dropout_rates(make(0.2)) if own != 0.2} or not dropout_rates(make(0.2))
+    assert (differ_in_rate_alone(make(0.4), make(0.2)) and not rates) is alone
+
+
+class Reads(nn.Module):
+    """Reads the rate of a layer in its forward, where a graph has it as a number."""
+
+    def __init__(self, uses: bool) -> None:
+        super().__init__()
+        self.drop, self.uses = nn.Dropout(0.4), uses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, self.drop.p, self.training) if self.uses else self.drop(x)
+
+
+class Own(nn.Dropout):
+    """It is not replaced by a layer that draws from a learner's generator."""
+
+
+@pytest.mark.parametrize(
+    ("module", "alone"),
+    [
+        (Reads(uses=False), True),
+        (Reads(uses=True), False),
+        (nn.Sequential(Own(0.4)), False),
+        (nn.Sequential(nn.Dropout(0.4), Own(0.4)), False),
+        (nn.Sequential(nn.Dropout(0.4), nn.Dropout(0.3)), False),
+        (nn.Sequential(nn.Dropout(0.0)), False),
+        (nn.Sequential(nn.ReLU()), False),
+        (nn.Sequential(nn.Dropout(0.4), nn.Dropout1d(0.4)), True),
+    ],
+)
+def test_models_whose_dropout_is_by_layers_of_one_rate_are_known(module, alone):
+    assert has_one_rate(module, lambda it: it(torch.ones(2, 3))) is alone
