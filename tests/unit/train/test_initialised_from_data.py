@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from crossbow_py import SGD, Augmentation, Independent, Member, Search, Trainer, load_models, train_many
+from crossbow_py import SGD, Augmentation, Collated, Independent, Member, Search, Trainer, load_models, train_many
 from crossbow_py.train.checks import seeded_model
 
 _DRAWS = torch.Generator().manual_seed(0)
@@ -74,13 +74,12 @@ def test_data_sets_are_read_item_by_item() -> None:
     assert torch.allclose(trainer(data).fit(max_epochs=1).model.mean, mean_of(range(40)), atol=1e-6)
 
 
-def test_samples_of_a_loader_with_its_own_collate_are_collated_by_it() -> None:
+def test_samples_of_a_data_set_with_its_own_collate_are_collated_by_it() -> None:
     def collate(samples: Any) -> Any:
         images, labels = zip(*samples, strict=True)
         return torch.stack(images).float() / 255, torch.stack(labels)
 
-    loader = DataLoader(TensorDataset(*DATA), batch_size=4, collate_fn=collate)
-    found = trainer(loader, mean=None, std=None).fit(max_epochs=1).model
+    found = trainer(Collated(TensorDataset(*DATA), collate), mean=None, std=None).fit(max_epochs=1).model
     assert torch.allclose(found.mean, mean_of(range(40), mean=0, std=1), atol=1e-6)
 
 

@@ -25,7 +25,7 @@ SHAPES = {
     "densenet121": (3, 64, 64), "resnet18": (3, 64, 64), "resnet50": (3, 64, 64), "resnet3d10": (3, 8, 16, 16),
     **dict.fromkeys(["resnet32", "resnet44", "resnet56", "resnet110", "mobilenet", "densenet40"], (3, 32, 32)),
     **dict.fromkeys(["resnet34", "resnet101", "resnet152"], (3, 64, 64)), "resnet3d18": (3, 8, 16, 16),
-    "gpt": (12,),
+    "airbench": (3, 32, 32), "gpt": (12,),
 }  # fmt: skip
 QUICK = ["mlp", "lenet", "resnet20", "gpt"]
 LARGEST = ["alexnet", "resnet101", "resnet152"]  # of the slow ones
