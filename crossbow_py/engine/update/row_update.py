@@ -206,12 +206,12 @@ class NativeUpdate(TorchUpdate):
         for index, out in enumerate(total):
             rows = (c_void_p * len(corrections))(*(own[index].data_ptr() for own in corrections))
             values = out.numel() * len(corrections)
-            self._spread(values, self._library.crossbow_sum, out.data_ptr(), rows, len(rows), out.numel())
+            self._run(values, self._library.crossbow_sum, out.data_ptr(), rows, len(rows), out.numel())
 
     def move(self, z: list[Tensor], z_prev: list[Tensor], total: list[Tensor], averaging: LinearRound) -> None:
         for parts in zip(z, z_prev, total, strict=True):
             pointers, count = [part.data_ptr() for part in parts], parts[0].numel()
-            self._spread(count, self._library.crossbow_move, *pointers, averaging.momentum, count)
+            self._run(count, self._library.crossbow_move, *pointers, averaging.momentum, count)
 
     def gradient_norms(self, rows: StackedRows) -> list[float]:
         """Return the norm of every learner's gradient, or of the one that all share."""
@@ -238,16 +238,16 @@ class NativeUpdate(TorchUpdate):
         self, vectors: Array[Vector], learners: tuple[Array[Learner], int], coefficients: Averaging, values: int
     ) -> None:
         arguments = vectors, len(vectors), *learners, coefficients
-        self._spread(values, self._library.crossbow_update, *arguments)
+        self._run(values, self._library.crossbow_update, *arguments)
 
     def _norms(self, vectors: Array[Vector], num_learners: int, values: int) -> list[float]:
         sums = (c_double * (num_learners * _STRIPS))()
         arguments = vectors, len(vectors), sums, num_learners, _STRIPS
-        self._spread(values, self._library.crossbow_sums_of_squares, *arguments)
+        self._run(values, self._library.crossbow_sums_of_squares, *arguments)
         found: list[float] = np.sqrt(np.ctypeslib.as_array(sums).reshape(num_learners, _STRIPS).sum(1)).tolist()
         return found
 
-    def _spread(self, values: int, function: Callable[..., None], *arguments: Any) -> None:
+    def _run(self, values: int, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function with all of torch's threads, or one: a smaller team would end the others of these."""
         function(*arguments, torch.get_num_threads() if values >= 2 * _VALUES_A_THREAD else 1)
 
