@@ -21,6 +21,7 @@ from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.graphs import CudaStreams, Event, Graph, Pool, Stream, failed_capture
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
+from crossbow_py.engine.native.library import RECORDING
 from crossbow_py.engine.trust import GRAPHS, not_used, why_not
 from crossbow_py.engine.trust.compare import are_close
 
@@ -33,16 +34,19 @@ _DRAWS = "the models draw random numbers"
 def recorded(run: Forward, inputs: Tree) -> Forward:
     """Record the operators that `run` calls for batches of the shape and format of `inputs`.
 
-    `run` has been called before, so that it decides nothing any more. Where it cannot be recorded, or where what was
-    recorded gives another answer, it is `run` itself.
+    `run` has been called before, so that it decides nothing any more. Where it cannot be recorded, as C code cannot, or
+    where what was recorded gives another answer, it is `run` itself.
     """
     expected = run(inputs)
     form = pytree.tree_structure(inputs)
+    before = RECORDING.set(True)
     try:
         replay = _compiled(make_fx(lambda *values: run(form.unflatten(values)))(*leaves(inputs)))
         found = replay(inputs)
     except Exception:  # tracing calls what it likes, and raises what that raises
         return run
+    finally:
+        RECORDING.reset(before)
     return replay if are_close([found], [expected]) else run
 
 

@@ -31,6 +31,7 @@ from crossbow_py.engine.modules.losses import (
     smoothed_cross_entropy,
 )
 from crossbow_py.engine.modules.standardized import StandardizedLoss, comparison
+from crossbow_py.engine.native import dense
 from crossbow_py.engine.rounds import Round, RoundTasks
 
 _MOST_CLASSES = 16384  # for the loss kernel
@@ -80,21 +81,29 @@ class FusedPass:
         self.notes = self.graph.notes
         self.source: Callable[[Round], Batch] | None = None
         self._loss: LossOfAll | None = None
+        self._kernels = kernels
         of_values = tasks.loss.of_values if isinstance(tasks.loss, StandardizedLoss) else tasks.loss
         self._loss_of_rows = loss_of_rows(of_values)
-        if kernels and plain_loss(tasks.loss) is nn.functional.cross_entropy and tasks.label_smoothing is None:
-            if refusal := serves("loss", bank.device, bank.precision.compute):
-                self.notes.append(refusal)
-            else:
-                # Imported here, because this module must be importable on machines without Triton.
-                from crossbow_py.engine.kernels.cross_entropy import cross_entropy_of_learners  # noqa: PLC0415
+        if plain_loss(tasks.loss) is nn.functional.cross_entropy and tasks.label_smoothing is None and fuses:
+            self._loss = self._loss_of_all(kernels)
 
-                self._loss = cross_entropy_of_learners
+    def _loss_of_all(self, kernels: bool) -> LossOfAll | None:
+        """Return cross-entropy of all learners as a kernel, or in C; None by torch's operators."""
+        bank = self._tasks.bank
+        if not kernels:
+            return dense.cross_entropy_of_learners if dense.serves(*self.graph.trained.values()) else None
+        if refusal := serves("loss", bank.device, bank.precision.compute):
+            self.notes.append(refusal)
+            return None
+        # Imported here, because this module must be importable on machines without Triton.
+        from crossbow_py.engine.kernels.cross_entropy import cross_entropy_of_learners  # noqa: PLC0415
+
+        return cross_entropy_of_learners
 
     @property
     def has_kernel(self) -> bool:
         """True if a kernel computes losses."""
-        return self._loss is not None
+        return self._kernels and self._loss is not None
 
     def batch(self, plan: Round) -> Batch:
         """Return the round's batches `[K, B, ...]`, or `[B, ...]` if all learners take the same."""
@@ -146,7 +155,8 @@ class FusedPass:
         bank, size = self._tasks.bank, batch.targets.shape[0 if shared else 1]
         outputs, targets = self._compared(batch, shared)
         classes = is_classification(outputs, targets, lead=1) and targets.dtype == torch.int64
-        if self._loss is not None and classes and outputs.shape[2] <= _MOST_CLASSES:
+        serves_it = self._kernels or dense.serves(outputs)
+        if self._loss is not None and classes and serves_it and outputs.shape[2] <= _MOST_CLASSES:
             losses, num_correct, given = self._loss(outputs.detach(), targets)
             num_correct = scaled_to_batch(num_correct, targets, self._tasks.ignored, size, 1)
             return Learned(losses, num_correct, self._gradients(outputs, given))

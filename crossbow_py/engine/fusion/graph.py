@@ -34,12 +34,14 @@ from crossbow_py.engine.fusion.export import exported, first_names, outputs_of, 
 from crossbow_py.engine.fusion.regions import Modes, modes_of
 from crossbow_py.engine.fusion.rules import draws, elementwise, layers, recurrent
 from crossbow_py.engine.fusion.rules.registry import RULES, Call, NotFusedError, Rule, base_name, loop
+from crossbow_py.engine.fusion.units.chains import Chain, find_chains, run_chain
 from crossbow_py.engine.fusion.units.shortcuts import Shortcut, find_shortcuts, run_shortcut
 from crossbow_py.engine.fusion.units.units import Unit, find_units
 from crossbow_py.engine.fusion.values import Copies, Fused, Layout, PerLearner, map_values, stack, values_in, wrap
 from crossbow_py.engine.fusion.writes import NOTHING, FusionError, Write
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.losses import Part, scores_of
+from crossbow_py.engine.native import dense
 
 _RULE_MODULES = (draws, elementwise, layers, recurrent)  # imported for the rules they register
 _NORMS = ("batch_norm", "instance_norm")
@@ -157,11 +159,13 @@ class FusedGraph:
         kinds = [self._sources[unit.input.name][0] for unit in units if unit.input in self._inputs]
         self.takes_channels = InputKind.USER_INPUT in kinds
         shortcuts = find_shortcuts(nodes, writes) if fuses else []
-        parts: list[Unit | Shortcut] = [*units, *shortcuts]
+        in_c = fuses and training and not bank.one_row and dense.serves(*self.trained.values())
+        chains = find_chains(nodes, writes, once) if in_c else []
+        parts: list[Unit | Shortcut | Chain] = [*units, *shortcuts, *chains]
         skipped = {node for part in parts for node in part.nodes if node is not part.last} | self._counting
         calls = [node for node in nodes if node.op == "call_function" and node not in skipped]
         self.steps = [self._step(node, writes.get(node, NOTHING)) for node in calls if not _is_assertion(node)]
-        self._take_shortcuts(shortcuts)
+        self._take(shortcuts, chains)
         self._own_rows: OwnRows | None = None
         self._measure_units: Callable[[], list[str]] = list
         self.by_kernel: Callable[[], int] = int
@@ -170,13 +174,13 @@ class FusedGraph:
         self.cut: Cut | None = None
         self._state: tuple[bool | None, bool] = None, False  # what learners share, and whether runs begin midway
 
-    def _take_shortcuts(self, shortcuts: Sequence[Shortcut]) -> None:
+    def _take(self, shortcuts: Sequence[Shortcut], chains: Sequence[Chain]) -> None:
         """Have the step of each one's last node run it whole."""
         steps = {step.node: step for step in self.steps}
-        for shortcut in shortcuts:
-            step = steps[shortcut.last]
-            step.arguments, step.named, step.is_unit = (shortcut.input,), {}, True
-            step.rule = partial(run_shortcut, shortcut)
+        for own in shortcuts:
+            steps[own.last].become((own.input,), partial(run_shortcut, own))
+        for chain in chains:
+            steps[chain.last].become((chain.input, *chain.parameters), partial(run_chain, chain))
 
     def _find_counters(self, writes: Mapping[Node, Write]) -> set[Node]:
         """Return the operators that count batches, if nothing else uses the bank's counters."""
@@ -222,7 +226,7 @@ class FusedGraph:
         of_last, learners = {unit.last: unit for unit in units}, self._learners
         steps = [(step, of_last[step.node]) for step in self.steps if step.node in of_last]
         for step, unit in steps:
-            step.arguments, step.named, step.is_unit = (unit.input, unit.residual), {}, True
+            step.become((unit.input, unit.residual), step.rule)  # which is made below, from what all steps read
         reads = Counter([*self._outputs.nodes, *(node for step in self.steps for node in step.reads)])
         name_of = {node.name: name for node in self._inputs if (name := self._sources[node.name][1])}
         self.written = frozenset(name_of[node.name] for unit in units for node in unit.parameters)
@@ -555,6 +559,10 @@ class Step:
     is_unit: bool = False
     modes: Modes | None = None
     finished: list[Node] = field(default_factory=list)
+
+    def become(self, arguments: tuple[Any, ...], rule: Rule) -> None:
+        """Run several nodes, with a rule of their own that takes these arguments."""
+        self.arguments, self.named, self.rule, self.is_unit = arguments, {}, rule, True
 
     @property
     def reads(self) -> list[Node]:

@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,9 @@ _COMPILE_S, _VERSION_S = 60.0, 10.0
 _PRIVATE = 0o700  # the mode of the folder and its files
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _INSTALL = "install gcc, or name a C compiler in CC"
+
+
+RECORDING: ContextVar[bool] = ContextVar("operators are recorded, which C code would be missing from", default=False)
 
 
 class NativeError(Exception):
@@ -88,16 +92,23 @@ class Code(NamedTuple):
         name: of the file, without `.c`.
         functions: the types of their arguments, of which the last is a number of threads; they return nothing.
         flags: of the compiler, beyond those of all code.
+        headers: the files beside it that it includes.
     """
 
     name: str
     functions: Mapping[str, tuple[Any, ...]]
     flags: tuple[str, ...]
+    headers: tuple[str, ...] = ()
 
     @property
     def source(self) -> Path:
         """Return the path of the file."""
         return Path(__file__).with_name(f"{self.name}.c")
+
+    @property
+    def bytes_of_all(self) -> list[bytes]:
+        """Return what its files hold."""
+        return [self.source.with_name(name).read_bytes() for name in (self.source.name, *self.headers)]
 
 
 _VECTORS, _LEARNERS = (POINTER(Vector), c_int64), (POINTER(Learner), c_int64)
@@ -112,6 +123,12 @@ UPDATE = Code(
     # A result is rounded where the torch operators of the reference round it.
     flags=("-ffp-contract=off",),
 )
+
+
+def require_called() -> None:
+    """Raise NativeError while operators are recorded: a recording would leave out what C code computes."""
+    if RECORDING.get():
+        raise NativeError("C code cannot be recorded", "call it")
 
 
 def load(cache: Path | None = None, code: Code = UPDATE) -> ctypes.CDLL:
@@ -140,7 +157,7 @@ def load(cache: Path | None = None, code: Code = UPDATE) -> ctypes.CDLL:
 def _load_from(cache: Path, command: list[str], code: Code) -> ctypes.CDLL:
     """Return the library for this machine, from the cache or compiled to it. Raises OSError and NativeError."""
     flags = " ".join(_FLAGS + code.flags)
-    parts = [code.source.read_bytes(), flags.encode(), platform.machine().encode(), _processor()]
+    parts = [*code.bytes_of_all, flags.encode(), platform.machine().encode(), _processor()]
     stem = f"{code.name}-{_digest(*parts)}"
     has_compiler = bool(command) and shutil.which(command[0]) is not None
     if has_compiler:

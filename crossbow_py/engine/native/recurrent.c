@@ -3,9 +3,9 @@
  * K learners, T steps, B batch, H hidden size, G the width of a cell's gates, in torch's order: 4H for LSTM (i, f, g, o),
  * 3H for GRU (r, z, n), H for a plain RNN. */
 
-#include <math.h>
-#include <stdint.h>
 #include <string.h>
+
+#include "small.h"
 
 enum { LSTM, GRU, TANH, RELU };
 
@@ -24,67 +24,6 @@ typedef struct {
     float *scratch;          /* `scratch_size` values for each learner */
     int64_t scratch_size;
 } Layer;
-
-#define TILE_ROWS 4
-#define TILE 16 /* columns */
-
-static int64_t padded(int64_t columns) { return (columns + TILE - 1) / TILE * TILE; }
-
-/* e^x within 2 units in the last place for |x| <= 87; beyond, e^87 and e^-87 */
-static inline float exponential(float x)
-{
-    union { float value; int32_t bits; } scale;
-    x = x > 87.0f ? 87.0f : x;
-    x = x < -87.0f ? -87.0f : x;
-    const float count = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* rounded */
-    const float r = (x - count * 0.693359375f) + count * 2.12194440e-4f;
-    scale.bits = ((int32_t)count + 127) << 23;
-    const float high = 0.041668393f + r * (0.008368781f + r * 0.0013814467f);
-    const float inner = 0.49999994f + r * (0.1666652f + r * high);
-    return scale.value * (1.0f + (r + r * r * inner));
-}
-
-static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
-
-static inline float hyperbolic_tangent(float x)
-{
-    const float square = x * x;
-    const float high = -0.053743497f + square * (0.020650586f - square * 0.0057170447f);
-    const float small = -0.33333284f + square * (0.13331491f + square * high);
-    const float large = 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
-    return square < 0.390625f ? x + x * square * small : large;
-}
-
-typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
-
-static inline __attribute__((always_inline)) void tile(int rows, const float *a, int64_t lda, const float *b, float *c, int64_t ldb,
-                                                       int64_t inner)
-{
-    Eight sums[TILE_ROWS][2];
-    for (int i = 0; i < rows; i++)
-        for (int v = 0; v < 2; v++) sums[i][v] = *(const Eight *)(c + i * ldb + 8 * v);
-    for (int64_t k = 0; k < inner; k++) {
-        const Eight first = *(const Eight *)(b + k * ldb), second = *(const Eight *)(b + k * ldb + 8);
-        for (int i = 0; i < rows; i++) {
-            const float own = a[i * lda + k];
-            sums[i][0] += own * first;
-            sums[i][1] += own * second;
-        }
-    }
-    for (int i = 0; i < rows; i++)
-        for (int v = 0; v < 2; v++) *(Eight *)(c + i * ldb + 8 * v) = sums[i][v];
-}
-
-/* c [rows, columns] += a [rows, inner] · b [inner, columns]; columns are padded, and those of b and c end to end */
-static void add_product(const float *a, const float *b, float *c, int64_t rows, int64_t inner, int64_t columns)
-{
-    for (int64_t n = 0; n < columns; n += TILE) {
-        int64_t i = 0;
-        for (; i + TILE_ROWS <= rows; i += TILE_ROWS)
-            tile(TILE_ROWS, a + i * inner, inner, b + n, c + i * columns + n, columns, inner);
-        for (; i < rows; i++) tile(1, a + i * inner, inner, b + n, c + i * columns + n, columns, inner);
-    }
-}
 
 /* One row of a step: gates and states from products `p` with states and from `x` */
 static void step(int64_t kind, int64_t size, const float *restrict x, const float *restrict p, const float *restrict h,
@@ -115,7 +54,7 @@ static void step(int64_t kind, int64_t size, const float *restrict x, const floa
         for (int64_t i = 0; i < size; i++) h_next[i] = hyperbolic_tangent(p[i]);
         break;
     case RELU:
-        for (int64_t i = 0; i < size; i++) h_next[i] = p[i] > 0 || p[i] != p[i] ? p[i] : 0;
+        for (int64_t i = 0; i < size; i++) h_next[i] = rectified(p[i]);
         break;
     }
 }
@@ -164,9 +103,7 @@ static void forward(const Layer *o, int64_t learner)
     const int64_t batch = o->batch, steps = o->steps, size = o->hidden, width = o->width, columns = padded(width);
     float *turned = o->scratch + learner * o->scratch_size, *products = turned + size * columns;
     const float *weights = o->weights + learner * width * size;
-    memset(turned, 0, (size_t)(size * columns) * sizeof(float));
-    for (int64_t n = 0; n < width; n++)
-        for (int64_t k = 0; k < size; k++) turned[k * columns + n] = weights[n * size + k];
+    transpose(weights, width, size, turned);
     memset(products, 0, (size_t)(batch * columns) * sizeof(float));
     for (int64_t s = 0; s < steps; s++) {
         const int64_t t = o->reverse ? steps - 1 - s : s, before = t + (o->reverse != 0), after = t + (o->reverse == 0);
@@ -179,7 +116,7 @@ static void forward(const Layer *o, int64_t learner)
             else if (o->bias) memcpy(p, o->bias + learner * width, (size_t)width * sizeof(float));
             else memset(p, 0, (size_t)width * sizeof(float));
         }
-        add_product(o->states + early * size, turned, products, batch, size, columns);
+        product((Matrix){o->states + early * size, size, 1}, turned, columns, products, columns, products, columns, batch, size, columns);
         for (int64_t b = 0; b < batch; b++) {
             const int64_t in_gates = (now + b) * width, in_inner = (now + b) * size;
             step(o->kind, size, o->inputs + ((learner * batch + b) * steps + t) * width, products + b * columns,
@@ -211,7 +148,7 @@ static void backward(const Layer *o, int64_t learner)
                       o->cells + (early + b) * size, o->states + (late + b) * size, o->d_inputs + row * width,
                       o->d_products + in_gates, own, dc + b * size);
         }
-        add_product(o->d_products + now * width, weights, dh, batch, width, columns);
+        product((Matrix){o->d_products + now * width, width, 1}, weights, columns, dh, columns, dh, columns, batch, width, columns);
     }
     for (int64_t b = 0; b < batch; b++)
         memcpy(o->d_state + (learner * batch + b) * size, dh + b * columns, (size_t)size * sizeof(float));

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from crossbow_py.engine.native.library import Code, NativeError, load
+from crossbow_py.engine.native.library import Code, NativeError, load, require_called
 
 _KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # in the order of recurrent.c
 _WIDEST = 128  # hidden values; wider ones gain less, see the rules
@@ -41,6 +41,7 @@ _CODE = Code(
     "recurrent",
     {"crossbow_recurrent_forward": _ARGUMENTS, "crossbow_recurrent_backward": _ARGUMENTS},
     flags=("-ffp-contract=fast", "-fno-trapping-math"),
+    headers=("small.h",),
 )
 
 
@@ -122,6 +123,7 @@ class RecurrentLayer(torch.autograd.Function):
 
 
 def _run(direction: str, form: tuple[Any, ...], **tensors: Tensor | None) -> None:
+    require_called()
     library, (_, _, batch, _, size, width) = _library(), form
     assert library is not None, "callers ask `serves`"
     learners = len(tensors["weights"])  # type: ignore[arg-type]

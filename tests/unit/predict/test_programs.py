@@ -14,6 +14,7 @@ from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.engine.native import dense
 from crossbow_py.predict.programs import CapturedRun, Captures, recorded
 from tests import networks
 from tests.recording_streams import RecordingStreams
@@ -30,6 +31,16 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names.append(function._schema.name.removeprefix("aten::"))
         return function(*args, **(kwargs or {}))
+
+
+class LastOutput(nn.GRU):
+    """A layer's output of the last step."""
+
+    def __init__(self):
+        super().__init__(3, 4, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x)[0][:, -1]
 
 
 def fused(make, inputs):
@@ -54,6 +65,14 @@ def test_recorded_run_of_a_graph_answers_as_the_graph_does(network):
     with torch.no_grad():
         torch.testing.assert_close(replay(other), run(other))
     assert torch.equal(other, inputs.flip(0))
+
+
+@pytest.mark.skipif(not dense.serves(torch.zeros(1)), reason="there is no C compiler")
+def test_what_calls_c_code_is_not_recorded():
+    """A recording would hold the memory that C code writes, and not the call."""
+    inputs = torch.randn(2, 5, 3)
+    run = fused(LastOutput, inputs)
+    assert recorded(run, inputs) is run
 
 
 def test_what_hangs_on_weights_alone_is_computed_once():
@@ -160,9 +179,7 @@ def test_function_that_draws_is_no_graph_and_keeps_its_place_in_the_order():
     device = Device()
     captures = made(device)
     run = captures.captured(lambda x: x + torch.rand(()), torch.ones(1))
-    assert captures.notes == [
-        "CUDA graphs are not used: the models draw random numbers."
-    ]
+    assert captures.notes == ["CUDA graphs are not used: the models draw random numbers."]
     assert not any("capture" in entry for entry in device.log)
     device.log.clear()
     assert run(torch.ones(1)) != run(torch.ones(1))
@@ -207,7 +224,5 @@ def test_where_nothing_is_captured_calls_run_as_they_are_and_in_order(monkeypatc
     captures = made(device)
     run, _ = (captures.captured(lambda x: 3 * x, torch.ones(size)) for size in (2, 4))
     assert run(torch.ones(2)).tolist() == [3.0, 3.0]
-    assert captures.notes == [
-        "CUDA graphs are not used: CROSSBOW_GRAPHS is 0."
-    ]
+    assert captures.notes == ["CUDA graphs are not used: CROSSBOW_GRAPHS is 0."]
     assert not any("capture" in entry for entry in device.log)

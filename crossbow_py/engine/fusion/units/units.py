@@ -7,7 +7,7 @@ It only reads an exported graph and names its nodes; `unit_step.py` runs units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,13 +111,30 @@ def _is_whole(
         return False
     if unit.norm is not None and len([node for node in unit.norm.args[1:3] if isinstance(node, Node)]) != 2:
         return False
-    given = {unit.input, unit.residual}
-    between = nodes[position[unit.nodes[0]] : position[unit.last]]
-    written = [node.args[0] for node in between if node in writes and node not in unit.nodes]
+    return runs_as_one(unit.nodes, {unit.input, unit.residual}, position, nodes, writes)
+
+
+def runs_as_one(
+    part: Sequence[Node],
+    given: Collection[Node | None],
+    position: Mapping[Node, int],
+    nodes: Sequence[Node],
+    writes: Mapping[Node, Write],
+) -> bool:
+    """Return whether a part of a graph may run in place of its last node: no value is written that others see.
+
+    Args:
+        part: its nodes in order.
+        given: the nodes of the values that it takes.
+        position, nodes: all nodes of the graph in order, and their places.
+        writes: the graph's in-place operators.
+    """
+    between, last = nodes[position[part[0]] : position[part[-1]]], part[-1]
+    written = [node.args[0] for node in between if node in writes and node not in part]
     written += [other for node in between if node in writes for other in writes[node].others]
-    names = [other for node in unit.nodes if node in writes for other in writes[node].others]
-    later = [node for node, write in writes.items() if node.args[0] is unit.last or unit.last in write.others]
-    return not given.intersection(written) and not names and not later
+    names = [other for node in part if node in writes for other in writes[node].others]
+    later = [node for node, write in writes.items() if node.args[0] is last or last in write.others]
+    return not set(given).intersection(written) and not names and not later
 
 
 def _normalises(node: Node) -> bool:

@@ -1,0 +1,207 @@
+"""Linear layers of several learners with a function after each, and the cross-entropy after them, in C: see dense.c.
+
+A chain of layers is one call forward and one backward, in which each learner's values stay in a core's cache. It is
+for float32 on CPUs; the rules of linear and element-wise operators (engine/fusion/rules) do the same by torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_int64, c_void_p
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from crossbow_py.engine.native.library import Code, NativeError, load, require_called
+
+FUNCTIONS = ("identity", "relu", "tanh", "sigmoid")  # in the order of dense.c
+_TILE = 16  # the columns of products in C are padded to a multiple of it
+_IGNORED = -100  # torch's own default
+
+
+class _Layer(Structure):
+    """The struct `Layer` in dense.c."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("inputs", "outputs", "function")),
+        *((name, c_void_p) for name in ("weights", "bias")),
+        *((name, c_int64) for name in ("weights_stride", "bias_stride")),
+        *((name, c_void_p) for name in ("values", "d_weights", "d_bias")),
+    ]
+
+
+class _Chain(Structure):
+    """The struct `Chain` in dense.c."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_layers", "rows")),
+        ("layers", POINTER(_Layer)),
+        ("inputs", c_void_p),
+        ("inputs_stride", c_int64),
+        *((name, c_void_p) for name in ("d_outputs", "d_inputs", "scratch")),
+        ("scratch_size", c_int64),
+    ]
+
+
+class _Loss(Structure):
+    """The struct `Loss` in dense.c."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("rows", "classes", "ignored")),
+        *((name, c_void_p) for name in ("outputs", "targets")),
+        ("targets_stride", c_int64),
+        *((name, c_void_p) for name in ("losses", "gradient", "num_correct")),
+        ("num_unknown", c_int64),
+    ]
+
+
+_CHAIN = (POINTER(_Chain), c_int64, c_int64)
+_CODE = Code(
+    "dense",
+    {
+        "crossbow_dense_forward": _CHAIN,
+        "crossbow_dense_backward": _CHAIN,
+        "crossbow_cross_entropy": (POINTER(_Loss), c_int64, c_int64),
+    },
+    flags=("-ffp-contract=fast", "-fno-trapping-math"),
+    headers=("small.h",),
+)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return load(code=_CODE)
+    except NativeError:  # the choice of the update says so to the user
+        return None
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Return whether layers and losses with these values are run by C code here."""
+    return all(own.device.type == "cpu" and own.dtype == torch.float32 for own in tensors) and _library() is not None
+
+
+class Layers(NamedTuple):
+    """The layers of a chain: the function after each, and whether it has a bias."""
+
+    functions: tuple[str, ...]
+    biases: tuple[bool, ...]
+
+
+class DenseChain(torch.autograd.Function):
+    """y = f(x·Wᵀ + b), layer by layer, for K learners and N rows of each."""
+
+    @staticmethod
+    def forward(ctx: Any, layers: Layers, inputs: Tensor, *parameters: Tensor) -> Tensor:
+        """Return outputs `[K, N, O]`.
+
+        Args:
+            ctx: of autograd.
+            layers: what they are.
+            inputs: `[K, N, I]`; learners may have the same memory.
+            parameters: weights `[K, O, I]` and biases `[K, O]`, layer by layer.
+        """
+        if not inputs[0].is_contiguous():
+            inputs = inputs.contiguous()
+        given = tuple(own if own[0].is_contiguous() else own.contiguous() for own in parameters)
+        learners, rows, _ = inputs.shape
+        widths = [own.shape[1] for own in given if own.ndim == 3]
+        values = [inputs.new_empty(learners, rows, _padded(width)) for width in widths[:-1]]
+        values.append(inputs.new_empty(learners, rows, widths[-1]))
+        ctx.layers = layers
+        ctx.save_for_backward(inputs, *given, *values)
+        scratch_size = max(_padded(own.shape[1]) * (1 + own.shape[2]) for own in _weights(given))
+        _run("forward", layers, inputs, given, values, scratch_size)
+        return values[-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients that are needed."""
+        layers: Layers = ctx.layers
+        count, (inputs, *saved) = len(layers.functions), ctx.saved_tensors
+        parameters, values = saved[:-count], saved[-count:]
+        _, needs_inputs, *needed = ctx.needs_input_grad
+
+        def room(like: Tensor, is_needed: bool) -> Tensor | None:
+            return torch.empty_like(like, memory_format=torch.contiguous_format) if is_needed else None
+
+        gradients, d_inputs = list(map(room, parameters, needed)), room(inputs, needs_inputs)
+        rows, weights = inputs.shape[1], _weights(parameters)
+        widest, wide = max(_padded(own.shape[1]) for own in weights), [_padded(own.shape[2]) for own in weights]
+        copies = [own.shape[1] * each for own, each in zip(weights, wide, strict=True)]
+        size = 2 * rows * widest + max(rows * wide[0], *copies)
+        _run("backward", layers, inputs, parameters, values, size, d_outputs[0].contiguous(), d_inputs, gradients)
+        return None, d_inputs, *gradients
+
+
+def _padded(width: int) -> int:
+    return -(-width // _TILE) * _TILE
+
+
+def _weights(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [own for own in parameters if own.ndim == 3]
+
+
+def _run(
+    direction: str, layers: Layers, inputs: Tensor, parameters: Sequence[Tensor], values: Sequence[Tensor], size: int,
+    d_outputs: Tensor | None = None, d_inputs: Tensor | None = None, gradients: Sequence[Tensor | None] = (),
+) -> None:  # fmt: skip
+    require_called()
+    library = _library()
+    assert library is not None, "callers ask `serves`"
+    own, places = (_Layer * len(values))(), iter(range(len(parameters)))
+    for place, (function, has_bias) in enumerate(zip(*layers, strict=True)):
+        at, bias = next(places), next(places) if has_bias else None
+        weights, shift = parameters[at], None if bias is None else parameters[bias]
+        own[place] = _Layer(
+            weights.shape[2], weights.shape[1], FUNCTIONS.index(function), weights.data_ptr(), _address(shift),
+            weights.stride(0), 0 if shift is None else shift.stride(0), values[place].data_ptr(),
+            _address(gradients[at]) if gradients else None,
+            _address(gradients[bias]) if gradients and bias is not None else None,
+        )  # fmt: skip
+    threads = _threads(len(inputs))
+    scratch = torch.empty(threads, size)
+    chain = _Chain(
+        len(values), inputs.shape[1], own, inputs.data_ptr(), inputs.stride(0), _address(d_outputs), _address(d_inputs),
+        scratch.data_ptr(), size,
+    )  # fmt: skip
+    getattr(library, f"crossbow_dense_{direction}")(byref(chain), len(inputs), threads)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _threads(learners: int) -> int:
+    """Return all of torch's threads or one: a smaller team would end the others, which torch would start again."""
+    return torch.get_num_threads() if learners > 1 else 1
+
+
+def cross_entropy_of_learners(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the kernel of the same name gives (engine/kernels/cross_entropy.py), for float32 on CPUs.
+
+    Args:
+        outputs: `[K, B, C]`.
+        targets: int64 `[K, B]`.
+
+    Raises what torch does for a target that is no class.
+    """
+    library, outputs = _library(), outputs.contiguous()
+    assert library is not None, "callers ask `serves`"
+    learners, rows, classes = outputs.shape
+    targets = targets if targets.stride(1) == 1 else targets.contiguous()
+    losses, gradient = outputs.new_empty(learners), torch.empty_like(outputs)
+    num_correct = targets.new_empty(learners)
+    loss = _Loss(
+        rows, classes, _IGNORED, outputs.data_ptr(), targets.data_ptr(), targets.stride(0), losses.data_ptr(),
+        gradient.data_ptr(), num_correct.data_ptr(), 0,
+    )  # fmt: skip
+    library.crossbow_cross_entropy(byref(loss), learners, _threads(learners))
+    if loss.num_unknown:
+        nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+    return losses, num_correct, gradient
