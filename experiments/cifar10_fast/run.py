@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seeds", type=count, default=3, help="runs of each side (default %(default)s)")
     add("--target", type=positive, default=0.9, help="test accuracy (default %(default)s)")
     add("--widths", type=count, nargs=3, default=(24, 96, 96), help="channels of the groups (default 24 96 96)")
-    add("--epochs", type=positive, default=6.0, help=f"of {OURS} and {SMALL} (default %(default)g)")
+    add("--epochs", type=positive, nargs=2, default=(7.0, 6.0), help=f"of {OURS} and {SMALL} (default 7 6)")
     add("--ours", nargs="*", default=[], metavar="KEY=VALUE", help=f"what {OURS} has other than the recipe")
     add("--batch-size", type=count, default=256, help=f"of {SMALL} (default %(default)s)")
     add("--rate", type=positive, default=0.09, help=f"Muon's learning rate of {SMALL} (default %(default)s)")
@@ -78,8 +78,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 def _settings(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What differs between the sides that were asked for."""
     every: dict[str, dict[str, Any]] = {
-        OURS: {"epochs": given.epochs},
-        SMALL: {"epochs": given.epochs, "batch_size": given.batch_size, "rate": given.rate},
+        OURS: {"epochs": given.epochs[0]},
+        SMALL: {"epochs": given.epochs[1], "batch_size": given.batch_size, "rate": given.rate},
         PUBLISHED: {"epochs": given.published_epochs},
     }
     found = {side: every[side] for side in SIDES if side in given.sides}
