@@ -155,8 +155,8 @@ class FusedPass:
         bank, size = self._tasks.bank, batch.targets.shape[0 if shared else 1]
         outputs, targets = self._compared(batch, shared)
         classes = is_classification(outputs, targets, lead=1) and targets.dtype == torch.int64
-        serves_it = self._kernels or dense.serves(outputs)
-        if self._loss is not None and classes and serves_it and outputs.shape[2] <= _MOST_CLASSES:
+        few = classes and outputs.shape[2] <= _MOST_CLASSES
+        if self._loss is not None and few and (self._kernels or dense.serves(outputs)):
             losses, num_correct, given = self._loss(outputs.detach(), targets)
             num_correct = scaled_to_batch(num_correct, targets, self._tasks.ignored, size, 1)
             return Learned(losses, num_correct, self._gradients(outputs, given))
