@@ -129,7 +129,7 @@ def test_trials_of_a_search_have_one_base() -> None:
             return lambda *_: seen.append(num_matrices() - before) if name == "on_progress" else None
 
     Search(
-        adapted, data_of(90), data_of(), max_epochs=3, executor="serial", listeners=[Looks()],
+        adapted, data_of(90), data_of(), max_epochs=3, executor="serial", precision="fp32", listeners=[Looks()],
         space={"model.rank": [1, 2, 3], "batch_size": [2, 4]},
     ).run()  # fmt: skip
     assert set(seen) == {DEPTH}
