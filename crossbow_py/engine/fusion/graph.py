@@ -153,14 +153,7 @@ class FusedGraph:
         self._watch_buffers()
         refusal = serves("layers", bank.device, bank.precision.compute) if kernels else None
         self.notes = [refusal] if refusal else []
-        serve = kernels and not refusal and bank.layout.channels_last  # kernels take filters in that order
-        once = [node for node in self._inputs if self._sources[node.name][1] in self.trained and len(node.users) == 1]
-        units = find_units(nodes, writes, once) if serve else []
-        kinds = [self._sources[unit.input.name][0] for unit in units if unit.input in self._inputs]
-        self.takes_channels = InputKind.USER_INPUT in kinds
-        shortcuts = find_shortcuts(nodes, writes) if fuses else []
-        in_c = fuses and training and not bank.one_row and dense.serves(*self.trained.values())
-        chains = find_chains(nodes, writes, once) if in_c else []
+        units, shortcuts, chains = self._find_parts(nodes, writes, kernels and not refusal)
         parts: list[Unit | Shortcut | Chain] = [*units, *shortcuts, *chains]
         skipped = {node for part in parts for node in part.nodes if node is not part.last} | self._counting
         calls = [node for node in nodes if node.op == "call_function" and node not in skipped]
@@ -173,6 +166,19 @@ class FusedGraph:
         free_after_use(self.steps, self._outputs.nodes)
         self.cut: Cut | None = None
         self._state: tuple[bool | None, bool] = None, False  # what learners share, and whether runs begin midway
+
+    def _find_parts(
+        self, nodes: list[Node], writes: Mapping[Node, Write], kernels: bool
+    ) -> tuple[list[Unit], list[Shortcut], list[Chain]]:
+        """Return the operators that run as one: units of kernels, shortcuts and chains in C."""
+        once = [node for node in self._inputs if self._sources[node.name][1] in self.trained and len(node.users) == 1]
+        serve = kernels and self._bank.layout.channels_last  # kernels take filters in that order
+        units = find_units(nodes, writes, once) if serve else []
+        kinds = [self._sources[unit.input.name][0] for unit in units if unit.input in self._inputs]
+        self.takes_channels = InputKind.USER_INPUT in kinds
+        in_c = self._fuses and self._training and not self._bank.one_row and dense.serves(*self.trained.values())
+        shortcuts = find_shortcuts(nodes, writes) if self._fuses else []
+        return units, shortcuts, find_chains(nodes, writes, once) if in_c else []
 
     def _take(self, shortcuts: Sequence[Shortcut], chains: Sequence[Chain]) -> None:
         """Have the step of each one's last node run it whole."""
