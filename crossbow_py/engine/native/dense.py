@@ -6,20 +6,18 @@ for float32 on CPUs; the rules of linear and element-wise operators (engine/fusi
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from crossbow_py.engine.native.library import Code, NativeError, load, require_called
+from crossbow_py.engine.native import library
+from crossbow_py.engine.native.library import Code, loaded, num_threads, padded, require_called
 
 FUNCTIONS = ("identity", "relu", "tanh", "sigmoid")  # in the order of dense.c
-_TILE = 16  # the columns of products in C are padded to a multiple of it
 _IGNORED = -100  # torch's own default
 
 
@@ -72,17 +70,9 @@ _CODE = Code(
 )
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
-    try:
-        return load(code=_CODE)
-    except NativeError:  # the choice of the update says so to the user
-        return None
-
-
 def serves(*tensors: Tensor) -> bool:
     """Return whether layers and losses with these values are run by C code here."""
-    return all(own.device.type == "cpu" and own.dtype == torch.float32 for own in tensors) and _library() is not None
+    return library.serves(_CODE, *tensors)
 
 
 class Layers(NamedTuple):
@@ -110,11 +100,11 @@ class DenseChain(torch.autograd.Function):
         given = tuple(own if own[0].is_contiguous() else own.contiguous() for own in parameters)
         learners, rows, _ = inputs.shape
         widths = [own.shape[1] for own in given if own.ndim == 3]
-        values = [inputs.new_empty(learners, rows, _padded(width)) for width in widths[:-1]]
+        values = [inputs.new_empty(learners, rows, padded(width)) for width in widths[:-1]]
         values.append(inputs.new_empty(learners, rows, widths[-1]))
         ctx.layers = layers
         ctx.save_for_backward(inputs, *given, *values)
-        scratch_size = max(_padded(own.shape[1]) * (1 + own.shape[2]) for own in _weights(given))
+        scratch_size = max(padded(own.shape[1]) * (1 + own.shape[2]) for own in _weights(given))
         _run("forward", layers, inputs, given, values, scratch_size)
         return values[-1]
 
@@ -132,15 +122,11 @@ class DenseChain(torch.autograd.Function):
 
         gradients, d_inputs = list(map(room, parameters, needed)), room(inputs, needs_inputs)
         rows, weights = inputs.shape[1], _weights(parameters)
-        widest, wide = max(_padded(own.shape[1]) for own in weights), [_padded(own.shape[2]) for own in weights]
+        widest, wide = max(padded(own.shape[1]) for own in weights), [padded(own.shape[2]) for own in weights]
         copies = [own.shape[1] * each for own, each in zip(weights, wide, strict=True)]
         size = 2 * rows * widest + max(rows * wide[0], *copies)
         _run("backward", layers, inputs, parameters, values, size, d_outputs[0].contiguous(), d_inputs, gradients)
         return None, d_inputs, *gradients
-
-
-def _padded(width: int) -> int:
-    return -(-width // _TILE) * _TILE
 
 
 def _weights(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -152,8 +138,8 @@ def _run(
     d_outputs: Tensor | None = None, d_inputs: Tensor | None = None, gradients: Sequence[Tensor | None] = (),
 ) -> None:  # fmt: skip
     require_called()
-    library = _library()
-    assert library is not None, "callers ask `serves`"
+    code = loaded(_CODE)
+    assert code is not None, "callers ask `serves`"
     own, places = (_Layer * len(values))(), iter(range(len(parameters)))
     for place, (function, has_bias) in enumerate(zip(*layers, strict=True)):
         at, bias = next(places), next(places) if has_bias else None
@@ -164,22 +150,17 @@ def _run(
             _address(gradients[at]) if gradients else None,
             _address(gradients[bias]) if gradients and bias is not None else None,
         )  # fmt: skip
-    threads = _threads(len(inputs))
+    threads = num_threads(len(inputs))
     scratch = torch.empty(threads, size)
     chain = _Chain(
         len(values), inputs.shape[1], own, inputs.data_ptr(), inputs.stride(0), _address(d_outputs), _address(d_inputs),
         scratch.data_ptr(), size,
     )  # fmt: skip
-    getattr(library, f"crossbow_dense_{direction}")(byref(chain), len(inputs), threads)
+    getattr(code, f"crossbow_dense_{direction}")(byref(chain), len(inputs), threads)
 
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _threads(learners: int) -> int:
-    """Return all of torch's threads or one: a smaller team would end the others, which torch would start again."""
-    return torch.get_num_threads() if learners > 1 else 1
 
 
 def cross_entropy_of_learners(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,8 +172,8 @@ def cross_entropy_of_learners(outputs: Tensor, targets: Tensor) -> tuple[Tensor,
 
     Raises what torch does for a target that is no class.
     """
-    library, outputs = _library(), outputs.contiguous()
-    assert library is not None, "callers ask `serves`"
+    code, outputs = loaded(_CODE), outputs.contiguous()
+    assert code is not None, "callers ask `serves`"
     learners, rows, classes = outputs.shape
     targets = targets if targets.stride(1) == 1 else targets.contiguous()
     losses, gradient = outputs.new_empty(learners), torch.empty_like(outputs)
@@ -201,7 +182,7 @@ def cross_entropy_of_learners(outputs: Tensor, targets: Tensor) -> tuple[Tensor,
         rows, classes, _IGNORED, outputs.data_ptr(), targets.data_ptr(), targets.stride(0), losses.data_ptr(),
         gradient.data_ptr(), num_correct.data_ptr(), 0,
     )  # fmt: skip
-    library.crossbow_cross_entropy(byref(loss), learners, _threads(learners))
+    code.crossbow_cross_entropy(byref(loss), learners, num_threads(learners))
     if loss.num_unknown:
         nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
     return losses, num_correct, gradient

@@ -23,8 +23,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from crossbow_py.core.files import own_file, sync
 from crossbow_py.core.measured import user_cache
@@ -33,6 +37,7 @@ _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 _COMPILE_S, _VERSION_S = 60.0, 10.0
 _PRIVATE = 0o700  # the mode of the folder and its files
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_TILE = 16  # the columns of products in C are padded to a multiple of it
 _INSTALL = "install gcc, or name a C compiler in CC"
 
 
@@ -85,7 +90,8 @@ class Averaging(Structure):
     ]
 
 
-class Code(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Code:
     """A source file beside this one.
 
     Attributes:
@@ -129,6 +135,31 @@ def require_called() -> None:
     """Raise NativeError while operators are recorded: a recording would leave out what C code computes."""
     if RECORDING.get():
         raise NativeError("C code cannot be recorded", "call it")
+
+
+@cache
+def loaded(code: Code) -> ctypes.CDLL | None:
+    """Return the library, or None where there is none; the choice of the update says why to the user."""
+    try:
+        return load(code=code)
+    except NativeError:
+        return None
+
+
+def serves(code: Code, *tensors: torch.Tensor) -> bool:
+    """Return whether C code for float32 on CPUs runs here with these values."""
+    plain = all(own.device.type == "cpu" and own.dtype == torch.float32 for own in tensors)
+    return plain and loaded(code) is not None
+
+
+def num_threads(learners: int) -> int:
+    """Return all of torch's threads or one: a smaller team would end the others, which torch would start again."""
+    return torch.get_num_threads() if learners > 1 else 1
+
+
+def padded(width: int) -> int:
+    """Return the columns that small.h keeps of so many."""
+    return -(-width // _TILE) * _TILE
 
 
 def load(cache: Path | None = None, code: Code = UPDATE) -> ctypes.CDLL:

@@ -6,20 +6,18 @@ on CPUs; the rules of recurrent layers (engine/fusion/rules/recurrent.py) do the
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from crossbow_py.engine.native.library import Code, NativeError, load, require_called
+from crossbow_py.engine.native import library
+from crossbow_py.engine.native.library import Code, loaded, num_threads, padded, require_called
 
 _KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # in the order of recurrent.c
 _WIDEST = 128  # hidden values; wider ones gain less, see the rules
-_TILE = 16  # the columns of products in C are padded to a multiple of it
 _POINTERS = (
     "inputs", "weights", "bias", "states", "cells", "gates", "inner", "d_outputs", "d_inputs", "d_products", "d_state",
     "d_cell", "scratch",
@@ -45,18 +43,9 @@ _CODE = Code(
 )
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
-    try:
-        return load(code=_CODE)
-    except NativeError:  # the choice of the update says so to the user
-        return None
-
-
 def serves(gates: Tensor, hidden: int) -> bool:
     """Return whether a layer with these products of inputs, of several time steps, is run by C code here."""
-    plain = gates.device.type == "cpu" and gates.dtype == torch.float32
-    return plain and hidden <= _WIDEST and gates.shape[-2] > 1 and _library() is not None
+    return hidden <= _WIDEST and gates.shape[-2] > 1 and library.serves(_CODE, gates)
 
 
 class RecurrentLayer(torch.autograd.Function):
@@ -124,16 +113,14 @@ class RecurrentLayer(torch.autograd.Function):
 
 def _run(direction: str, form: tuple[Any, ...], **tensors: Tensor | None) -> None:
     require_called()
-    library, (_, _, batch, _, size, width) = _library(), form
-    assert library is not None, "callers ask `serves`"
+    code, (_, _, batch, _, size, width) = loaded(_CODE), form
+    assert code is not None, "callers ask `serves`"
     learners = len(tensors["weights"])  # type: ignore[arg-type]
     inner, columns = (size, width) if direction == "forward" else (width, size)
-    scratch_size = (inner + batch) * -(-columns // _TILE) * _TILE
+    scratch_size = (inner + batch) * padded(columns)
     scratch = torch.empty(learners, scratch_size)
     unused = dict.fromkeys(_POINTERS, tensors["states"]) | {"bias": None}  # of another kind, or direction
     held = unused | {name: own for name, own in tensors.items() if own is not None} | {"scratch": scratch}
     pointers = {name: None if own is None else own.data_ptr() for name, own in held.items()}
     layer = _Layer(*form, **pointers, scratch_size=scratch_size)
-    # All of torch's threads or one: a smaller team would end the others, which torch would start again.
-    threads = torch.get_num_threads() if learners > 1 else 1
-    getattr(library, f"crossbow_recurrent_{direction}")(byref(layer), learners, threads)
+    getattr(code, f"crossbow_recurrent_{direction}")(byref(layer), learners, num_threads(learners))
