@@ -14,6 +14,7 @@ from crossbow_py.averaging.papa import PAPA
 from crossbow_py.averaging.rule import AveragingRule, GradientMean, LinearRound, OuterStep, RoundAveraging, Stage
 from crossbow_py.averaging.slowmo import SlowMo
 from crossbow_py.averaging.sma import SMA
+from crossbow_py.averaging.snoo import SNOO
 from crossbow_py.averaging.synchronous_sgd import SynchronousSGD
 
 for _module in pkgutil.iter_modules(__path__):
@@ -32,6 +33,7 @@ __all__ = [
     "PAPA",
     "RULES",
     "SMA",
+    "SNOO",
     "AveragingRule",
     "CentralRule",
     "Crossbow",

@@ -21,7 +21,7 @@ RATE_SCALING = (
 
 @dataclass(frozen=True, kw_only=True)
 class CentralRule(AveragingRule):
-    """The base of rules that keep learners around z. With K = 1 each is plain SGD: nothing is averaged, and z is w.
+    """The base of rules that keep learners around z. With K = 1 nothing is averaged and z is w, but by outer steps.
 
     Running statistics, even those of a single learner, lag behind weights that move fast, so BatchNorm statistics of z
     are measured when it is evaluated or saved (experiments/batch_norm).
@@ -155,3 +155,7 @@ class OuterRule(PeriodicRule):
     learner_momentum: LearnerMomentum = setting(
         "keep", "optimizer state at an outer step: reset, keep or average over learners"
     )
+
+    def round(self, stage: Stage) -> RoundAveraging | None:
+        """See AveragingRule. A single learner takes outer steps, too, unless they would lead to where it is."""
+        return self._round(stage) if (stage.num_learners > 1 or self.has_velocity) and self._averages(stage) else None

@@ -148,7 +148,7 @@ class RunSettings(JobSettings):
 
     def averages(self, rule: AveragingRule, num_ranks: int) -> bool:
         """Return whether learners may follow an average model."""
-        return rule.has_central_model and self.has_several(num_ranks)
+        return rule.has_central_model and (rule.has_velocity or self.has_several(num_ranks))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,9 +151,14 @@ class ReplicaBank:
 
     @property
     def replicas_identical(self) -> bool:
-        """Return whether all replicas are equal: there is one, or all step by the same gradients. z is any of them."""
+        """Return whether all replicas are equal: there is one, or all step by the same gradients."""
         mean = self._gradient_mean
         return self.is_single or (mean is not None and mean.num_groups(self.num_learners, self.num_devices) == 1)
+
+    @property
+    def z_is_learner(self) -> bool:
+        """Return whether z is any of the learners: all are equal, and no velocity moves it away from them."""
+        return self.replicas_identical and self.velocity is None
 
     @property
     def gradient_groups(self) -> list[range]:
@@ -334,7 +339,7 @@ class ReplicaBank:
         afterwards.
         """
         before, were_alike, groups = self.num_learners, self.replicas_identical, self.gradient_groups
-        if were_alike and num_learners > before:
+        if self.z_is_learner and num_learners > before:
             self.adopt_learner()
         buffers = self.central_buffers()
         if num_learners > self.capacity:
@@ -416,9 +421,10 @@ class ReplicaBank:
         self.step_counts[learner] = 0
 
     def adopt_learner(self) -> None:
-        """Set z ← w of the first learner, at rest, where it is the only one or all replicas are equal."""
-        self.z.copy_row(0, self.weights, 0)
-        self._rest()
+        """Set z ← w of the first learner, at rest, where it is any of them."""
+        if self.z_is_learner:
+            self.z.copy_row(0, self.weights, 0)
+            self._rest()
 
     def _rest(self) -> None:
         """Bring z to rest: z_prev ← z, and no velocity."""

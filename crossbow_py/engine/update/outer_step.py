@@ -50,7 +50,7 @@ def take_outer_step(
             torch._foreach_add_(move, velocity, alpha=step.along_velocity)
         bank.z_prev.copy_row(0, bank.z)
         torch._foreach_add_(z, move)
-        for learner in range(bank.num_learners):
+        for learner in range(1 if bank.one_row else bank.num_learners):
             weights = bank.weights.trained(learner)
             if step.pull == 1:
                 torch._foreach_copy_(weights, z)  # w becomes z bit for bit
@@ -83,10 +83,12 @@ def bring_up_to_date(bank: ReplicaBank, collective: Collective, without: Collect
 
 def _write_mean_difference(out: Rows, bank: ReplicaBank, collective: Collective, without: Collection[int]) -> None:
     """Write the mean over all devices' learners of w_j − z, 0 for those `without`, to the trained values of `out`."""
-    z, mean = bank.z.trained(), out.trained()
+    z, mean, counted = bank.z.trained(), out.trained(), range(bank.num_learners)
+    if bank.replicas_identical and len(without) < bank.num_learners:
+        counted, without = range(1), ()  # is any of them
     torch._foreach_zero_(mean)
-    for learner in range(bank.num_learners):
+    for learner in counted:
         if learner not in without:
             torch._foreach_add_(mean, torch._foreach_sub(bank.weights.trained(learner), z))
     collective.all_reduce_sum(out.storage)
-    torch._foreach_div_(mean, float(bank.num_learners * collective.num_devices))
+    torch._foreach_div_(mean, float((1 if bank.replicas_identical else bank.num_learners) * collective.num_devices))

@@ -47,7 +47,7 @@ def state_dict(run: Run) -> dict[str, Any]:
     """
     bank, ranks = run.bank, run.ranks
     if bank.is_single:
-        bank.adopt_learner()  # z is w
+        bank.adopt_learner()
     own = bank.state_dict()
     if not (ranks.is_first or run.collective.apart):
         for name in CENTRAL:

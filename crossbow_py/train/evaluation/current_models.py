@@ -15,7 +15,6 @@ from crossbow_py.core.errors import CrossbowError, UnknownIdError, is_of_data
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.update.outer_step import mean_of_learners
 from crossbow_py.train.evaluation.evaluator import Measured, State, mean_evaluation
-from crossbow_py.train.loop.average_model import adopt_learner
 from crossbow_py.train.run import Run
 
 
@@ -39,7 +38,7 @@ def current_states(run: Run) -> list[State]:
         return run.state.best.states
     if run.choices.device.type == "cuda":
         torch.cuda.synchronize(run.choices.device)  # an error may have left streams at work
-    adopt_learner(run.bank)
+    run.bank.adopt_learner()
     return final_states(run)
 
 

@@ -9,15 +9,8 @@ import math
 
 from crossbow_py.core.errors import CentralModelError
 from crossbow_py.distributed.synchronisation import differing_ranks
-from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.update import outer_step
 from crossbow_py.train.run import Run
-
-
-def adopt_learner(bank: ReplicaBank) -> None:
-    """Set z to one of the learners, if they are equal. For each rank by itself."""
-    if bank.replicas_identical:
-        bank.adopt_learner()
 
 
 def restart(run: Run) -> None:
@@ -28,7 +21,7 @@ def restart(run: Run) -> None:
 
 def bring_up_to_date(run: Run) -> None:
     """Set z to the learners' mean, if z is as old as their last averaging."""
-    if run.rule.shows_mean and not run.bank.is_single:
+    if run.rule.shows_mean and not run.bank.z_is_learner:
         outer_step.bring_up_to_date(run.bank, run.collective, run.state.non_finite_learners)
 
 

@@ -11,7 +11,7 @@ from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.rounds import Round, RoundTasks, smoothing_rows, take_all
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.engine.update.outer_step import take_outer_step
-from crossbow_py.train.loop.average_model import adopt_learner, bring_up_to_date, restart
+from crossbow_py.train.loop.average_model import bring_up_to_date, restart
 from crossbow_py.train.loop.out_of_memory import OutOfMemory
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Reporter
@@ -57,7 +57,7 @@ class Learners:
         else:
             self.memory.settled()
             self.in_flight = False
-            adopt_learner(self._run.bank)
+            self._run.bank.adopt_learner()
             return True
         # Outside the except block the error is gone, and with it the memory that its frames held.
         self.sit_out()
@@ -126,7 +126,7 @@ class Learners:
             bank.step_counts[0] = int(found[source][1])
             bank.refresh_shadow(0)
         bank.align_groups()
-        adopt_learner(bank)
+        bank.adopt_learner()
 
     def restart(self) -> None:
         """Restart the learners from z."""

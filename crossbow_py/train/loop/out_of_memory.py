@@ -72,9 +72,9 @@ class OutOfMemory:
             if plan.averages:
                 bank.total.zero_row(0)
                 self._tasks.move(RoundOutcome(plan))
-        elif plan.outer_step is not None:
-            without = range(bank.num_learners)
-            take_outer_step(bank, plan.outer_step, run.collective, run.ranks.adder, without=without)
         elif bank.replicas_identical:  # its learners do not step until they get another rank's weights
             bank.total.zero_row(0)
             run.collective.all_reduce_sum(bank.total.storage)
+        if plan.outer_step is not None:
+            without = range(bank.num_learners)
+            take_outer_step(bank, plan.outer_step, run.collective, run.ranks.adder, without=without)

@@ -23,7 +23,6 @@ from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.telemetry.pictures.files import INSTALL_MATPLOTLIB, has_matplotlib, save_picture
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train.checks.losses import copied_loss
-from crossbow_py.train.loop.average_model import adopt_learner
 from crossbow_py.train.loop.learners import Learners
 from crossbow_py.train.loop.planning import plan_round
 from crossbow_py.train.run import Run
@@ -169,7 +168,7 @@ def _check(optimizer: Optimizer, num_rounds: int, lowest: float, highest: float)
 
 def _copy_of(run: Run) -> Run:
     """Return a run with a bank of its own in the same state, which tunes, records and smooths nothing."""
-    adopt_learner(run.bank)
+    run.bank.adopt_learner()
     bank = new_bank(
         run.evaluator.template, run.bank.num_learners, run.choices.executor, run.settings, run.choices, run.optimizer,
         num_devices=run.bank.num_devices, device_index=run.bank.device_index, has_velocity=run.rule.has_velocity,

@@ -16,6 +16,7 @@ from crossbow_py.averaging import (
     PAPA,
     RULES,
     SMA,
+    SNOO,
     AveragingRule,
     Crossbow,
     DiLoCo,
@@ -32,6 +33,7 @@ from crossbow_py.averaging import (
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import from_mapping
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.train.config import TrainConfig
 from tests.support import linear_model, make_tasks, run_rounds
@@ -49,19 +51,20 @@ def factor(index: int) -> float:
 class Reference:
     """K learners, z and whatever else a rule keeps, as flat vectors: 15 weights, which decay, and 3 biases."""
 
-    def __init__(self, feed: Any) -> None:
+    def __init__(self, feed: Any, learners: int = LEARNERS) -> None:
         model = linear_model()
         self.shape = model.weight.shape
         flat = [model.weight.detach().double().numpy().ravel(), model.bias.detach().double().numpy()]
         self.z: Vector = np.concatenate(flat)
         self.z_prev = self.z.copy()
-        self.w: Vector = np.stack([self.z] * LEARNERS)
+        self.w: Vector = np.stack([self.z] * learners)
         self.u, self.m = np.zeros_like(self.w), np.zeros_like(self.z)
         self.decay = np.concatenate([np.full(flat[0].size, DECAY), np.zeros(flat[1].size)])
         self.feed = feed
 
     def gradients(self, index: int) -> Vector:
-        return np.stack([self._gradient(j, (index * LEARNERS + j) * 4) for j in range(LEARNERS)])
+        learners = len(self.w)
+        return np.stack([self._gradient(j, (index * learners + j) * 4) for j in range(learners)])
 
     def _gradient(self, j: int, start: int) -> Vector:
         inputs, targets = self.feed.batch(start)
@@ -100,7 +103,7 @@ def local_sgd(r: Reference, n: int, period: int) -> None:
     r.w = r.w - r.step(n)
     if (n + 1) % period == 0:
         r.z = r.w.mean(0)
-        r.w = np.stack([r.z] * LEARNERS)
+        r.w = np.broadcast_to(r.z, r.w.shape)
 
 
 def diloco(r: Reference, n: int, period: int, eta: float, beta: float) -> None:
@@ -109,7 +112,18 @@ def diloco(r: Reference, n: int, period: int, eta: float, beta: float) -> None:
         delta = r.z - r.w.mean(0)
         r.m = beta * r.m + delta
         r.z = r.z - eta * (delta + beta * r.m)
-        r.w = np.stack([r.z] * LEARNERS)
+        r.w = np.broadcast_to(r.z, r.w.shape)
+
+
+def snoo(r: Reference, n: int, period: int, eta: float, beta: float) -> None:
+    z = r.z
+    synchronous_sgd(r, n)
+    r.z = z
+    if (n + 1) % period == 0:
+        delta = z - r.w[0]
+        r.m = beta * r.m + delta
+        r.z = z - eta * (delta + beta * r.m)
+        r.w = np.broadcast_to(r.z, r.w.shape)
 
 
 def slowmo(r: Reference, n: int, period: int, a: float, beta: float) -> None:
@@ -118,7 +132,7 @@ def slowmo(r: Reference, n: int, period: int, a: float, beta: float) -> None:
         gamma = RATE * factor(n)
         r.m = beta * r.m + (r.z - r.w.mean(0)) / gamma
         r.z = r.z - a * gamma * r.m
-        r.w = np.stack([r.z] * LEARNERS)
+        r.w = np.broadcast_to(r.z, r.w.shape)
 
 
 def synchronous_sgd(r: Reference, n: int) -> None:
@@ -179,6 +193,7 @@ CASES: dict[str, tuple[AveragingRule, Callable[[Reference, int], None]]] = {
         DiLoCo(averaging_period=1, outer_learning_rate=0.5, outer_momentum=0.6),
         lambda r, n: diloco(r, n, 1, 0.5, 0.6),
     ),
+    "snoo": (SNOO(averaging_period=5), lambda r, n: snoo(r, n, 5, 0.7, 0.9)),
     "slowmo": (SlowMo(averaging_period=4), lambda r, n: slowmo(r, n, 4, 1.0, 0.7)),
     "synchronous_sgd": (SynchronousSGD(), synchronous_sgd),
     "papa": (PAPA(averaging_period=3, pull=0.25), lambda r, n: papa(r, n, 3, 0.25)),
@@ -203,14 +218,36 @@ def test_rule_after_fifty_rounds_is_what_its_equations_give(case: str, executor:
     reference = Reference(tasks.feed)
     for index in range(ROUNDS):
         follow(reference, index)
-    if tasks.bank.replicas_identical:
-        tasks.bank.adopt_learner()
-    z = tasks.bank.z.shaped()
+    tasks.bank.adopt_learner()
+    compare(tasks.bank, reference)
+
+
+def compare(bank: ReplicaBank, reference: Reference) -> None:
+    z, stacked = bank.z.shaped(), bank.stacked()
     found = np.concatenate([z["weight"].numpy().ravel(), z["bias"].numpy()])
     assert np.linalg.norm(found - reference.z) <= 1e-8 * np.linalg.norm(reference.z)
-    stacked = tasks.bank.stacked()
-    w = np.concatenate([stacked["weight"].numpy().reshape(LEARNERS, -1), stacked["bias"].numpy()], 1)
+    w = np.concatenate([stacked["weight"].numpy().reshape(len(reference.w), -1), stacked["bias"].numpy()], 1)
     assert np.linalg.norm(w - reference.w) <= 1e-8 * np.linalg.norm(reference.w)
+
+
+OF_ONE: dict[str, tuple[AveragingRule, Callable[[Reference, int], None]]] = {
+    "snoo": (SNOO(averaging_period=4), lambda r, n: snoo(r, n, 4, 0.7, 0.9)),
+    "diloco": (DiLoCo(averaging_period=4), lambda r, n: snoo(r, n, 4, 0.7, 0.9)),
+    "slowmo": (SlowMo(averaging_period=4), lambda r, n: slowmo(r, n, 4, 1.0, 0.7)),
+}
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("case", OF_ONE)
+def test_a_single_learner_takes_outer_steps_by_their_equations(case: str, executor: str) -> None:
+    rule, follow = OF_ONE[case]
+    tasks = make_tasks(num_learners=1, optimizer=SGD(momentum=MOMENTUM, weight_decay=DECAY), rule=rule)
+    run_rounds(tasks, executor, ROUNDS, RATE, factor)
+    reference = Reference(tasks.feed, 1)
+    for index in range(ROUNDS):
+        follow(reference, index)
+    tasks.bank.adopt_learner()
+    compare(tasks.bank, reference)
 
 
 def test_every_rule_is_among_the_cases_or_averages_nothing() -> None:
@@ -219,7 +256,10 @@ def test_every_rule_is_among_the_cases_or_averages_nothing() -> None:
 
 
 @pytest.mark.parametrize("rule", [kind() for kind in RULES.values()], ids=list(RULES))
-def test_one_learner_averages_nothing_by_any_rule_nor_do_independent_ones(rule: AveragingRule) -> None:
+def test_one_learner_averages_nothing_without_an_outer_momentum_nor_do_independent_ones(rule: AveragingRule) -> None:
+    if rule.has_velocity:
+        assert type(rule).NAME in OF_ONE
+        return
     learners = 4 if isinstance(rule, Independent) else 1
     assert all(rule.round(Stage(index, learners)) is None for index in range(100))
 
