@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from crossbow_py.cli import completion
 from crossbow_py.cli.completion import completion_script, words
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
@@ -24,6 +27,14 @@ compopt() { echo "compopt $1 $2"; }
 _crossbow_complete
 printf '%s\\n' "${COMPREPLY[@]}"
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def found_once() -> Iterator[None]:
+    """All recipes are composed to find the words of a command, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completion, "words", functools.cache(words))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +98,9 @@ def test_every_recipe_and_option_that_is_offered_is_taken(kind: type[TrainConfig
 
 @pytest.mark.parametrize(("shell", "check"), [("bash", ["-n"]), ("zsh", ["-n"]), ("fish", ["--no-execute"])])
 def test_script_is_one_that_the_shell_can_read(shell: str, check: list[str], tmp_path: Path) -> None:
-    (tmp_path / "script").write_text(completion_script(shell))
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not there")
+    (tmp_path / "script").write_text(completion_script(shell))
     subprocess.run([shell, *check, str(tmp_path / "script")], check=True)
 
 

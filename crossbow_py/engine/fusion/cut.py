@@ -27,7 +27,7 @@ def find_cut(graph: FusedGraph, batch_size: int) -> Cut | None:
     """
     leaves, steps = graph.origins(), graph.steps
     origins = _origins(steps, leaves)
-    costs = [_cost(step.node) for step in steps]
+    costs = [sum(map(_cost, step.together or (step.node,))) for step in steps]
     inner = [index for index, origin in enumerate(origins) if origin is Origin.INPUTS]
     last_product = max((index for index in inner if costs[index]), default=len(steps))
     best: tuple[int, list[int], list[Node]] | None = None

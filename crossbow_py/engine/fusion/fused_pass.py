@@ -155,8 +155,9 @@ class FusedPass:
         bank, size = self._tasks.bank, batch.targets.shape[0 if shared else 1]
         outputs, targets = self._compared(batch, shared)
         classes = is_classification(outputs, targets, lead=1) and targets.dtype == torch.int64
+        classes = classes and outputs.shape[:2] == targets.shape  # else torch says what is wrong
         few = classes and outputs.shape[2] <= _MOST_CLASSES
-        if self._loss is not None and few and (self._kernels or dense.serves(outputs)):
+        if self._loss is not None and few and (self._kernels or dense.serves_loss(outputs)):
             losses, num_correct, given = self._loss(outputs.detach(), targets)
             num_correct = scaled_to_batch(num_correct, targets, self._tasks.ignored, size, 1)
             return Learned(losses, num_correct, self._gradients(outputs, given))

@@ -184,9 +184,9 @@ class FusedGraph:
         """Have the step of each one's last node run it whole."""
         steps = {step.node: step for step in self.steps}
         for own in shortcuts:
-            steps[own.last].become((own.input,), partial(run_shortcut, own))
+            steps[own.last].become(own.nodes, (own.input,), partial(run_shortcut, own))
         for chain in chains:
-            steps[chain.last].become((chain.input, *chain.parameters), partial(run_chain, chain))
+            steps[chain.last].become(chain.nodes, (chain.input, *chain.parameters), partial(run_chain, chain))
 
     def _find_counters(self, writes: Mapping[Node, Write]) -> set[Node]:
         """Return the operators that count batches, if nothing else uses the bank's counters."""
@@ -232,7 +232,7 @@ class FusedGraph:
         of_last, learners = {unit.last: unit for unit in units}, self._learners
         steps = [(step, of_last[step.node]) for step in self.steps if step.node in of_last]
         for step, unit in steps:
-            step.become((unit.input, unit.residual), step.rule)  # which is made below, from what all steps read
+            step.become(unit.nodes, (unit.input, unit.residual), step.rule)  # made below, from what all steps read
         reads = Counter([*self._outputs.nodes, *(node for step in self.steps for node in step.reads)])
         name_of = {node.name: name for node in self._inputs if (name := self._sources[node.name][1])}
         self.written = frozenset(name_of[node.name] for unit in units for node in unit.parameters)
@@ -425,7 +425,7 @@ class FusedGraph:
         args = [_resolve(argument, values) for argument in step.arguments]
         kwargs = {name: _resolve(value, values) for name, value in step.named.items()}
         with nullcontext() if step.modes is None else step.modes.entered():
-            known = step.settled or step.is_unit
+            known = step.settled or step.together
             result = step.rule(step.call, args, kwargs) if known else self._first(step, args, kwargs)
         for node in (step.node, *step.others):
             values[node] = result
@@ -550,7 +550,7 @@ class Step:
         arguments, named: its arguments, with nodes in place of values.
         others: other nodes that are the tensor it writes.
         settled: whether the rule is known to cover it.
-        is_unit: whether it runs several nodes, with a rule that needs no settling.
+        together: the nodes that it runs by one rule, which needs no settling, if they are several.
         modes: the modes of the blocks of the model's forward that the node is in.
         finished: nodes whose values are not needed afterwards.
     """
@@ -562,13 +562,13 @@ class Step:
     others: tuple[Node, ...] = ()
     rule: Rule = loop
     settled: bool = False
-    is_unit: bool = False
+    together: tuple[Node, ...] = ()
     modes: Modes | None = None
     finished: list[Node] = field(default_factory=list)
 
-    def become(self, arguments: tuple[Any, ...], rule: Rule) -> None:
+    def become(self, nodes: tuple[Node, ...], arguments: tuple[Any, ...], rule: Rule) -> None:
         """Run several nodes, with a rule of their own that takes these arguments."""
-        self.arguments, self.named, self.rule, self.is_unit = arguments, {}, rule, True
+        self.arguments, self.named, self.rule, self.together = arguments, {}, rule, nodes
 
     @property
     def reads(self) -> list[Node]:

@@ -64,7 +64,7 @@ def find_writes(nodes: Sequence[Node], buffers: Collection[Node], fixed: Collect
     """
     position = {node: index for index, node in enumerate(nodes)}
     last = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
-    memory = {node: _memory(node) for node in nodes}
+    memory = {node: memory_of(node) for node in nodes}
     found = {}
     for node in nodes:
         target = node.target
@@ -97,7 +97,7 @@ def _tensor(node: Node) -> Node:
     return node
 
 
-def _memory(node: Node) -> Node:
+def memory_of(node: Node) -> Node:
     """Return the node that made the memory of a value."""
     base = _base(node)
     while base is not None:

@@ -162,6 +162,31 @@ typedef struct {
     int64_t num_unknown;      /* not zero if there are targets that are no class */
 } Loss;
 
+enum { LANES = 8 }; /* reduced side by side, as a compiler does not reorder sums by itself */
+
+static float largest_of(const float *x, int64_t count, int32_t *has_nan)
+{
+    float lanes[LANES], largest = -INFINITY;
+    int32_t nans[LANES] = {0};
+    for (int i = 0; i < LANES; i++) lanes[i] = -INFINITY;
+    *has_nan = 0;
+    for (; count >= LANES; count -= LANES, x += LANES)
+        for (int i = 0; i < LANES; i++) lanes[i] = x[i] > lanes[i] ? x[i] : lanes[i], nans[i] |= x[i] != x[i];
+    for (; count > 0; count--, x++) largest = *x > largest ? *x : largest, *has_nan |= *x != *x;
+    for (int i = 0; i < LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest, *has_nan |= nans[i];
+    return largest;
+}
+
+static float sum_of(const float *x, int64_t count)
+{
+    float lanes[LANES] = {0}, sum = 0;
+    for (; count >= LANES; count -= LANES, x += LANES)
+        for (int i = 0; i < LANES; i++) lanes[i] += x[i];
+    for (; count > 0; count--, x++) sum += *x;
+    for (int i = 0; i < LANES; i++) sum += lanes[i];
+    return sum;
+}
+
 static int64_t cross_entropy(const Loss *o, int64_t learner)
 {
     const int64_t rows = o->rows, classes = o->classes, *targets = o->targets + learner * o->targets_stride;
@@ -171,17 +196,17 @@ static int64_t cross_entropy(const Loss *o, int64_t learner)
     for (int64_t b = 0; b < rows; b++) {
         const int64_t target = targets[b], at = (learner * rows + b) * classes, is_class = target >= 0 && target < classes;
         const float *x = o->outputs + at, weight = target == o->ignored ? 0 : 1 / (float)counted;
-        float *d = o->gradient + at, largest = -INFINITY, sum = 0;
-        int64_t guess = -1, has_nan = 0;
-        for (int64_t c = 0; c < classes; c++) {
-            if (x[c] > largest) largest = x[c], guess = c;
-            has_nan |= x[c] != x[c];
-        }
-        for (int64_t c = 0; c < classes; c++) d[c] = exponential(x[c] - largest);
-        for (int64_t c = 0; c < classes; c++) sum += d[c];
+        float *d = o->gradient + at;
+        int32_t has_nan;
+        const float largest = largest_of(x, classes, &has_nan);
+        int64_t guess = 0;
+        while (guess < classes && x[guess] != largest) guess++;
+        /* As by torch, what is masked gets no gradient, not even a subnormal one. */
+        for (int64_t c = 0; c < classes; c++) d[c] = x[c] - largest < -87 ? 0 : exponential(x[c] - largest);
+        const float sum = sum_of(d, classes);
         if (target != o->ignored) total += is_class ? logf(sum) - (x[target] - largest) : NAN;
         unknown += !is_class && target != o->ignored;
-        correct += guess == target && !has_nan && largest < INFINITY;
+        correct += guess == target && !has_nan && -INFINITY < largest && largest < INFINITY;
         for (int64_t c = 0; c < classes; c++) d[c] *= weight / sum;
         if (is_class) d[target] -= weight;
     }

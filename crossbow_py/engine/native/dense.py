@@ -6,7 +6,7 @@ for float32 on CPUs; the rules of linear and element-wise operators (engine/fusi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from typing import Any, NamedTuple
 
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from crossbow_py.engine.modules.losses import IGNORED
 from crossbow_py.engine.native import library
-from crossbow_py.engine.native.library import Code, loaded, num_threads, padded, require_called
+from crossbow_py.engine.native.library import Code, loaded, num_threads, padded
 
+_MOST_OUTPUTS = 2**21  # of a learner
 FUNCTIONS = ("identity", "relu", "tanh", "sigmoid")  # in the order of dense.c
-_IGNORED = -100  # torch's own default
 
 
 class _Layer(Structure):
@@ -75,11 +76,21 @@ def serves(*tensors: Tensor) -> bool:
     return library.serves(_CODE, *tensors)
 
 
+def serves_loss(outputs: Tensor) -> bool:
+    """Return whether the cross-entropy of outputs `[K, B, C]` is computed by C code here; a learner has one core."""
+    return serves(outputs) and outputs[0].numel() <= _MOST_OUTPUTS
+
+
 class Layers(NamedTuple):
     """The layers of a chain: the function after each, and whether it has a bias."""
 
     functions: tuple[str, ...]
     biases: tuple[bool, ...]
+
+    def pairs(self, given: Iterable[Tensor | None]) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Return the weights and the bias of each layer, or their gradients, from all in order."""
+        each = iter(given)
+        return [(next(each), next(each) if has_bias else None) for has_bias in self.biases]
 
 
 class DenseChain(torch.autograd.Function):
@@ -137,21 +148,19 @@ def _run(
     direction: str, layers: Layers, inputs: Tensor, parameters: Sequence[Tensor], values: Sequence[Tensor], size: int,
     d_outputs: Tensor | None = None, d_inputs: Tensor | None = None, gradients: Sequence[Tensor | None] = (),
 ) -> None:  # fmt: skip
-    require_called()
     code = loaded(_CODE)
     assert code is not None, "callers ask `serves`"
-    own, places = (_Layer * len(values))(), iter(range(len(parameters)))
-    for place, (function, has_bias) in enumerate(zip(*layers, strict=True)):
-        at, bias = next(places), next(places) if has_bias else None
-        weights, shift = parameters[at], None if bias is None else parameters[bias]
+    own, written = (_Layer * len(values))(), gradients or [None] * len(parameters)
+    pairs = zip(layers.pairs(parameters), layers.pairs(written), strict=True)
+    for place, ((weights, bias), (d_weights, d_bias)) in enumerate(pairs):
+        assert weights is not None, "every layer has weights"
         own[place] = _Layer(
-            weights.shape[2], weights.shape[1], FUNCTIONS.index(function), weights.data_ptr(), _address(shift),
-            weights.stride(0), 0 if shift is None else shift.stride(0), values[place].data_ptr(),
-            _address(gradients[at]) if gradients else None,
-            _address(gradients[bias]) if gradients and bias is not None else None,
+            weights.shape[2], weights.shape[1], FUNCTIONS.index(layers.functions[place]), weights.data_ptr(),
+            _address(bias), weights.stride(0), 0 if bias is None else bias.stride(0), values[place].data_ptr(),
+            _address(d_weights), _address(d_bias),
         )  # fmt: skip
     threads = num_threads(len(inputs))
-    scratch = torch.empty(threads, size)
+    scratch = inputs.new_empty(min(threads, len(inputs)), size)  # the first threads have one learner or more each
     chain = _Chain(
         len(values), inputs.shape[1], own, inputs.data_ptr(), inputs.stride(0), _address(d_outputs), _address(d_inputs),
         scratch.data_ptr(), size,
@@ -179,7 +188,7 @@ def cross_entropy_of_learners(outputs: Tensor, targets: Tensor) -> tuple[Tensor,
     losses, gradient = outputs.new_empty(learners), torch.empty_like(outputs)
     num_correct = targets.new_empty(learners)
     loss = _Loss(
-        rows, classes, _IGNORED, outputs.data_ptr(), targets.data_ptr(), targets.stride(0), losses.data_ptr(),
+        rows, classes, IGNORED, outputs.data_ptr(), targets.data_ptr(), targets.stride(0), losses.data_ptr(),
         gradient.data_ptr(), num_correct.data_ptr(), 0,
     )  # fmt: skip
     code.crossbow_cross_entropy(byref(loss), learners, num_threads(learners))

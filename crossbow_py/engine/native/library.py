@@ -147,9 +147,10 @@ def loaded(code: Code) -> ctypes.CDLL | None:
 
 
 def serves(code: Code, *tensors: torch.Tensor) -> bool:
-    """Return whether C code for float32 on CPUs runs here with these values."""
+    """Return whether C code for float32 on CPUs runs here with these values, and with as many threads as torch."""
     plain = all(own.device.type == "cpu" and own.dtype == torch.float32 for own in tensors)
-    return plain and loaded(code) is not None
+    found = loaded(code) if plain else None
+    return found is not None and (bool(found.crossbow_has_threads()) or torch.get_num_threads() == 1)
 
 
 def num_threads(learners: int) -> int:

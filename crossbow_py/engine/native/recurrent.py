@@ -118,8 +118,10 @@ def _run(direction: str, form: tuple[Any, ...], **tensors: Tensor | None) -> Non
     learners = len(tensors["weights"])  # type: ignore[arg-type]
     inner, columns = (size, width) if direction == "forward" else (width, size)
     scratch_size = (inner + batch) * padded(columns)
-    scratch = torch.empty(learners, scratch_size)
-    unused = dict.fromkeys(_POINTERS, tensors["states"]) | {"bias": None}  # of another kind, or direction
+    states = tensors["states"]
+    assert states is not None, "both directions have them"
+    scratch = states.new_empty(learners, scratch_size)
+    unused = dict.fromkeys(_POINTERS, states) | {"bias": None}  # of another kind, or direction
     held = unused | {name: own for name, own in tensors.items() if own is not None} | {"scratch": scratch}
     pointers = {name: None if own is None else own.data_ptr() for name, own in held.items()}
     layer = _Layer(*form, **pointers, scratch_size=scratch_size)

@@ -17,6 +17,16 @@
 #define TILE 16 /* columns */
 #define PANEL (8 * TILE) /* columns of which a block of rows stays in the cache */
 
+/* Whether learners run side by side: a compiler may know no OpenMP */
+int crossbow_has_threads(void)
+{
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
 
 static inline int64_t padded(int64_t columns) { return (columns + TILE - 1) / TILE * TILE; }

@@ -63,6 +63,7 @@ SHORT: Mapping[str, str] = {
     "ranks/search": "--repetitions 1 +experiment=search_digits +debug=search_fast",
     "ranks/run": "--model lenet --batch-size 4 --rounds 2 --repetitions 1",
     "scaling/run": "--rounds 2",
+    "small_layers/run": "--shapes tables --repetitions 1 --max-foreign-share 9",
     "throughput/run": "--model mlp --batch-size 4 --num-learners 2 --precision fp32 --seconds 0.05 --repetitions 1 "
     "--max-foreign-share 9 --device cpu --sides {sides}",
     "throughput/suite": "--models mlp --batch-sizes 4 --num-learners 2 --passes 1 --window-s 0.01 --minutes 1 "

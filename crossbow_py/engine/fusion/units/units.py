@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from crossbow_py.engine.fusion.regions import modes_of
 from crossbow_py.engine.fusion.rules.registry import base_name
-from crossbow_py.engine.fusion.writes import Write
+from crossbow_py.engine.fusion.writes import Write, memory_of
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ def runs_as_one(
     written += [other for node in between if node in writes for other in writes[node].others]
     names = [other for node in part if node in writes for other in writes[node].others]
     later = [node for node, write in writes.items() if node.args[0] is last or last in write.others]
-    return not set(given).intersection(written) and not names and not later
+    taken, changed = ({memory_of(own) for own in each if isinstance(own, Node)} for each in (given, written))
+    return not taken & changed and not names and not later
 
 
 def _normalises(node: Node) -> bool:

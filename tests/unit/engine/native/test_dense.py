@@ -78,7 +78,7 @@ def test_relu_of_a_chain_lets_nan_through_as_torch_does():
 
 
 @pytest.mark.parametrize("expanded", [True, False])
-@pytest.mark.parametrize("classes", [1, 2, 10, 33])
+@pytest.mark.parametrize("classes", [1, 2, 10, 33, 1001])
 def test_cross_entropy_in_c_equals_torch(classes, expanded):
     torch.manual_seed(0)
     outputs = torch.randn(LEARNERS, 7, classes, dtype=torch.float64) * 4
@@ -102,6 +102,20 @@ def test_cross_entropy_in_c_of_values_that_are_not_finite_and_of_no_targets():
     torch.testing.assert_close(losses, wanted, equal_nan=True)
     assert num_correct.tolist() == [0] * 5
     assert gradient[4].tolist() == [[0, 0]]
+
+
+def test_masked_classes_get_no_gradient_at_all():
+    outputs = torch.tensor([[[1.0, -1e9, 2.0, float("-inf")]]])
+    _, _, gradient = cross_entropy_of_learners(outputs, torch.tensor([[0]]))
+    assert gradient[0, 0, 1::2].tolist() == [0, 0]
+
+
+def test_default_dtype_of_torch_is_not_that_of_room_for_chains():
+    torch.set_default_dtype(torch.bfloat16)  # half as much room
+    try:
+        test_chain_in_c_equals_torch_modules(9, (40, 30, 20), ("relu", "identity"), (True, True), False)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_target_that_is_no_class_is_named_as_torch_names_it():
