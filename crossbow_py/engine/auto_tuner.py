@@ -45,11 +45,12 @@ _MAX_BACK_OFF = 6
 
 @dataclass(frozen=True)
 class Decision:
-    """The number of learners to have now, and a message for the console, empty while the tuner only measures."""
+    """The number of learners to have now, by whom, and a message, empty while the tuner only measures."""
 
     action: Action
     num_learners: int
     reason: str = ""
+    source: str = "auto-tuner"
 
 
 @dataclass(frozen=True)

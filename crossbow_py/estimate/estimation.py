@@ -151,7 +151,7 @@ def estimate(config: EstimateConfig) -> Estimate:
     model = estimate_learner(
         source, facts.sample, job, staged_sample_bytes=staged, fixed_bytes=facts.fixed_bytes, most=most
     )
-    k = config.max_learners if config.num_learners == "auto" else config.num_learners
+    k = config.num_learners if isinstance(config.num_learners, int) else config.max_learners
     executor: str = config.executor
     memory = free_bytes(device) if device is not None else parse_bytes("memory", config.memory or 0)
     held_back = _held_back(config, device, on_gpu)

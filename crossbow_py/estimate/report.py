@@ -48,7 +48,8 @@ def _head(found: Estimate) -> list[str]:
 def _answer(found: Estimate) -> list[str]:
     config, k, recommended = found.config, found.num_learners, found.recommendation
     learners = f"{k} learner{'s' if k > 1 else ''}"
-    learners += " (the most that num_learners=auto may take)" if config.num_learners == "auto" else ""
+    changes = isinstance(config.num_learners, str)
+    learners += f" (the most that num_learners={config.num_learners} may take)" if changes else ""
     if recommended is None:
         needed = in_words(found.model.predicted_bytes(1, k, found.at_once))
         return [f"Nothing fits: {learners} need {needed} even with batch_size=1. Take fewer learners or more memory."]

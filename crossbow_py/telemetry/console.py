@@ -81,7 +81,7 @@ class ConsoleListener(ScreenConsole, Listener):
             self._say(learning_line(record.learning))
 
     def on_learner_count(self, change: LearnerCount) -> None:
-        self._say(f"auto-tuner: {change.reason}")
+        self._say(f"{change.source}: {change.reason}")
 
     def on_checkpoint(self, path: str, samples_seen: int) -> None:
         self._has_checkpoint = True

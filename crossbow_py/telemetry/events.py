@@ -126,13 +126,14 @@ class RoundEnd:
 
 @dataclass(frozen=True)
 class LearnerCount:
-    """A decision of the auto-tuner: `action` is grow, shrink or stay (settled), `reason` a sentence for the user."""
+    """A decision of `source`: `action` is grow, shrink or stay (settled), `reason` a sentence for the user."""
 
     action: str
     num_learners: int
     reason: str
     samples_seen: int
     elapsed_s: float
+    source: str = "auto-tuner"
 
 
 @dataclass(frozen=True)

@@ -93,13 +93,15 @@ MOST_LEARNERS = 16_384  # each has its own module: more take minutes to set up
 class RunSettings(JobSettings):
     """The top-level keys that shape a run's training. The same checks apply from Python and the command line."""
 
-    num_learners: int | Literal["auto"] = setting(
+    num_learners: int | Literal["auto", "seesaw"] = setting(
         "auto",
-        "learners (replicas trained side by side) per device; auto finds the one that learns fastest",
+        "learners (replicas trained side by side) per device; auto finds the one that learns fastest, seesaw takes "
+        "more as the learning rate falls",
         minimum=1,
         maximum=MOST_LEARNERS,
     )
-    max_learners: int = setting(8, "most learners that num_learners=auto may take per device", minimum=1)
+    min_learners: int = setting(1, "learners per device that num_learners=seesaw begins with", minimum=1)
+    max_learners: int = setting(8, "most learners that num_learners=auto or seesaw may take per device", minimum=1)
     accumulate: int = setting(1, "batches of batch_size whose gradients are added for a learner's step", minimum=1)
     compile_model: bool = setting(
         False, "run learners' models through torch.compile first (serial, threads, streams); takes up to minutes"
@@ -135,12 +137,19 @@ class RunSettings(JobSettings):
     @property
     def first_learners(self) -> int:
         """The learners per device that a run begins with: with `auto` it is one."""
-        return 1 if self.num_learners == "auto" else self.num_learners
+        if isinstance(self.num_learners, int):
+            return self.num_learners
+        return 1 if self.num_learners == "auto" else self.min_learners
+
+    @property
+    def most_learners(self) -> int:
+        """The most learners per device that a run may have."""
+        return self.num_learners if isinstance(self.num_learners, int) else self.max_learners
 
     @property
     def several(self) -> bool:
         """Whether there may be more than one learner on a device."""
-        return self.num_learners == "auto" or self.num_learners > 1
+        return self.num_learners == "auto" or self.most_learners > 1
 
     def has_several(self, num_ranks: int) -> bool:
         """Return whether there may be more than one learner over all ranks."""

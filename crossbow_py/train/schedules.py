@@ -16,6 +16,17 @@ from crossbow_py.core.settings import Settings, check, setting
 _ROUNDED = 1e-3  # relative tolerance, as runs are whole numbers of samples
 
 
+def seesaw_learners(factor: float, fewest: int, most: int) -> int:
+    """Return the learners of a round by Seesaw (Meterez et al., 2025): twice as many whenever the rate has halved.
+
+    Args:
+        factor: what the schedule multiplies the largest rate by, without the warm-up.
+        fewest, most: the learners at the largest rate, and at the end.
+    """
+    doublings = math.floor(math.log2(1 / factor) + _ROUNDED) if factor > 0 else math.inf
+    return min(most, fewest * 2 ** int(min(doublings, most))) if doublings > 0 else min(fewest, most)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Settings, ABC):
     """Base class of schedules. Frozen settings, no state.

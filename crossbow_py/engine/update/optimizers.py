@@ -59,6 +59,7 @@ class Optimizer(Settings, ABC):
 
     GROUP: ClassVar[str] = "optimizer"
     NAME: ClassVar[str]
+    noise_power: ClassVar[float | None] = 0.5  # of the batch, that a rate of equally noisy steps is in proportion to
     STATE: ClassVar[tuple[str, ...]]
     NATIVE_STEP: ClassVar[int | None] = None
     KEEPS_OWN_STATE: ClassVar[bool] = False  # whether `row_optimizer` has the state, and not rows of the bank
@@ -76,12 +77,12 @@ class Optimizer(Settings, ABC):
         object.__setattr__(self, "groups", as_groups(self.groups))
         check(self)
 
-    def check_learners(self, num_learners: int | Literal["auto"]) -> None:
+    def check_learners(self, num_learners: int | str) -> None:
         """Raise UserError if a list of a setting has not exactly one value for each learner."""
         for name, value in self.lists().items():
             lists, remedy = f"optimizer.{name} lists {len(value)} values", "give one value for all, or"
-            if num_learners == "auto":
-                raise UserError(f"{lists}, and num_learners is auto; {remedy} set num_learners={len(value)}.")
+            if isinstance(num_learners, str):
+                raise UserError(f"{lists}, and num_learners is {num_learners}; {remedy} set num_learners={len(value)}.")
             if len(value) != num_learners:
                 raise UserError(f"{lists} for {num_learners} learners; {remedy} one for each learner.")
 
@@ -236,6 +237,7 @@ class SGD(Optimizer):
     """
 
     NAME: ClassVar[str] = "sgd"
+    noise_power: ClassVar[float | None] = 1.0
     STATE: ClassVar[tuple[str, ...]] = ("momentum",)
     NATIVE_STEP: ClassVar[int | None] = 0
 
@@ -496,6 +498,7 @@ class TorchOptimizer(Optimizer):
     """
 
     NAME: ClassVar[str] = "torch"
+    noise_power: ClassVar[float | None] = None  # it may be any
     STATE: ClassVar[tuple[str, ...]] = ()
     KEEPS_OWN_STATE: ClassVar[bool] = True
 

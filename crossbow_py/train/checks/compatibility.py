@@ -115,8 +115,29 @@ def check_learning(settings: RunSettings, optimizer: Optimizer, rule: AveragingR
             f"averaging.{key}=average has no meaning for the state of optimizer=torch, which may be of any form; set "
             f"averaging.{key}=reset."
         )
-    if settings.num_learners == "auto" and not rule.has_central_model:
-        raise UserError(f"averaging={rule.NAME} needs a fixed num_learners, got auto; set it: num_learners=4.")
+    count = settings.num_learners
+    if isinstance(count, str) and not rule.has_central_model:
+        raise UserError(f"averaging={rule.NAME} needs a fixed num_learners, got {count}; set it: num_learners=4.")
+    if count == "seesaw":
+        _check_seesaw(settings, optimizer, rule)
+
+
+def _check_seesaw(settings: RunSettings, optimizer: Optimizer, rule: AveragingRule) -> None:
+    if settings.min_learners > settings.max_learners:
+        raise UserError(
+            f"num_learners=seesaw goes from min_learners={settings.min_learners} up to max_learners="
+            f"{settings.max_learners}; set a larger max_learners."
+        )
+    if optimizer.noise_power is None:
+        raise UserError(
+            f"num_learners=seesaw scales the learning rate by the optimizer's noise, and that of optimizer="
+            f"{optimizer.NAME} is not known; set optimizer=sgd, adamw or muon."
+        )
+    if rule.scales_by_gain:
+        raise UserError(
+            "num_learners=seesaw and averaging.rate_scaling=adascale both say how the rate follows the learners; set "
+            "averaging.rate_scaling=none."
+        )
 
 
 def _averages_state(rule: AveragingRule) -> str | None:

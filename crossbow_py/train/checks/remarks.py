@@ -7,6 +7,7 @@ import math
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.goodput import ROUNDS_UNKNOWN
 from crossbow_py.train.run import Run
+from crossbow_py.train.schedules import Constant
 
 _SHORT = 4  # times as long as the gain is unknown: in shorter runs that is much of them
 
@@ -24,6 +25,11 @@ def remarks_on_length(run: Run, total_samples: int | None) -> list[str]:
     remark = None if total_samples is None else run.schedule.remark(total_samples / run.num_samples)
     rounds = math.inf if total_samples is None else -(-total_samples // run.samples_per_round)
     found = [remark] if remark else []
+    if run.settings.num_learners == "seesaw" and isinstance(run.schedule, Constant):
+        found.append(
+            f"num_learners=seesaw stays at {run.settings.first_learners}, as schedule=constant never lowers the rate; "
+            "set schedule=cosine."
+        )
     if not run.bank.is_single and not run.tuning:
         found += _on_averaging(run, rounds)
     by_gain = run.rule.scales_by_gain or run.settings.count_effective_samples

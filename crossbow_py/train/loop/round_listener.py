@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import SupportsIndex
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.telemetry.events import RoundEnd
 from crossbow_py.train.loop.learners import Learners
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Reporter
 from crossbow_py.train.run_settings import MOST_LEARNERS
+from crossbow_py.train.schedules import seesaw_learners
 from crossbow_py.train.tuning.busy_cores import WINDOW_S
 
 
@@ -26,7 +28,7 @@ class RoundListener:
     def start(self) -> None:
         """Called once, before the first round."""
 
-    def after_round(self, images: int) -> int | None:
+    def after_round(self, images: int) -> Decision | None:
         """Called once a round of `images` is submitted and the one before is over.
 
         Returns the number of learners per device to continue with; None to leave it as it is.
@@ -35,6 +37,20 @@ class RoundListener:
 
     def stop(self) -> None:
         """Called once, after the last round or an error."""
+
+
+class LearnerSchedule(RoundListener):
+    """Changes the number of learners as the learning rate falls, for `num_learners=seesaw`."""
+
+    def __init__(self, run: Run, total_samples: int | None) -> None:
+        self._run, self._total_samples = run, total_samples
+
+    def after_round(self, images: int) -> Decision | None:
+        run, settings, now = self._run, self._run.settings, self._run.bank.num_learners
+        factor = run.schedule.warmed_up_factor(run.progress, run.num_samples, self._total_samples)
+        count = seesaw_learners(factor, settings.min_learners, settings.max_learners)
+        said = f"{now} → {count} learners: the schedule's rate is at {factor:.2g} of its largest."
+        return None if count == now else changed(now, count, said, "seesaw")
 
 
 class HostTuning(RoundListener):
@@ -51,7 +67,7 @@ class HostTuning(RoundListener):
         if self._run.worker_autotuner:
             self._run.worker_autotuner.start()
 
-    def after_round(self, images: int) -> int | None:
+    def after_round(self, images: int) -> Decision | None:
         run, elapsed_s, waited_s = self._run, self._meter.elapsed_s, self._meter.waited_s
         if run.worker_autotuner:
             batches = run.state.samples_seen // run.settings.samples_per_step // run.ranks.num_ranks
@@ -75,7 +91,7 @@ class AfterRound(RoundListener):
     ) -> None:
         self._call, self._run, self._learners, self._meter = call, run, learners, reporter.meter
 
-    def after_round(self, images: int) -> int | None:
+    def after_round(self, images: int) -> Decision | None:
         """Raise UserError for a number of learners that the run cannot have."""
         tuning, now = self._run.tuning, self._run.bank.num_learners
         settled = tuning is None or tuning.state.phase == "settled"
@@ -98,4 +114,9 @@ class AfterRound(RoundListener):
                 f"after_round may change the number of learners only with num_learners=auto, got {count} with "
                 f"num_learners={now}; set num_learners=auto, or return None."
             )
-        return count
+        return changed(now, count)
+
+
+def changed(before: int, count: int, reason: str = "", source: str = "") -> Decision:
+    """Return the decision for another number of learners."""
+    return Decision("grow" if count > before else "shrink", count, reason, source)

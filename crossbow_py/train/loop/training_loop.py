@@ -224,10 +224,9 @@ class TrainingLoop:
         self.reporter.progress(state, self.learning_rate, last, run.bank.num_learners, self.stops.max_time_s)
         self._tell_notes()
         for listener in self._round_listeners:
-            wanted = listener.after_round(images)
-            if wanted is not None:
+            if (decision := listener.after_round(images)) is not None:
                 self._images = 0  # the auto-tuner does not count this round
-                self._apply(Decision("grow" if wanted > run.bank.num_learners else "shrink", wanted))
+                self._apply(decision)
 
     @property
     def _planned_samples(self) -> int | None:

@@ -207,10 +207,10 @@ class Reporter:
             self._tell(lambda listener: listener.on_class_counts(counts, which, samples_seen))
 
     def decision(self, decision: Decision, samples_seen: int) -> None:
-        """Announce a decision of the auto-tuner."""
+        """Announce a decision about the number of learners."""
         self.info = replace(self.info, num_learners=decision.num_learners)
         change = LearnerCount(
-            decision.action, decision.num_learners, decision.reason, samples_seen, self.meter.elapsed_s
+            decision.action, decision.num_learners, decision.reason, samples_seen, self.meter.elapsed_s, decision.source
         )
         self._tell(lambda listener: listener.on_learner_count(change))
 

@@ -155,7 +155,7 @@ def still_runs(executor: str, compared: Comparison) -> bool:
 
 def _counts(name: str, settings: RunSettings) -> list[int]:
     """Return the numbers of learners to measure an executor with: the most there may be, and about one per core."""
-    if settings.num_learners != "auto":
+    if isinstance(settings.num_learners, int):
         return [settings.num_learners]
     limit, cores = settings.max_learners, torch.get_num_threads()
     return sorted({min(limit, 4), limit} if EXECUTORS[name].FUSES else {min(limit, max(2, cores))})

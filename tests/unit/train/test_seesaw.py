@@ -1,0 +1,112 @@
+"""Learners that come as the learning rate falls: when, at which rate, over ranks of time, and after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py import SGD, SMA, AdamW, Trainer, UserError
+from crossbow_py.averaging import SynchronousSGD
+from crossbow_py.engine.update.optimizers import Optimizer, TorchOptimizer
+from crossbow_py.telemetry.events import RoundEnd
+from crossbow_py.train.schedules import Constant, Cosine, seesaw_learners
+from tests.support import linear_model
+from tests.trainers import Recorder, blobs, equal_states, image_trainer, make_trainer
+
+EPOCHS, SAMPLES, SIZE = 6, 40, 2
+
+
+@pytest.mark.parametrize(
+    ("factor", "fewest", "most", "expected"),
+    [
+        (1.0, 1, 8, 1), (0.51, 1, 8, 1), (0.5, 1, 8, 2), (0.26, 1, 8, 2), (0.25, 1, 8, 4), (0.01, 1, 8, 8),
+        (0.0, 1, 8, 8), (0.25, 3, 100, 12), (0.1, 3, 20, 20), (0.5, 4, 4, 4),
+    ],
+)  # fmt: skip
+def test_learners_double_as_the_rate_halves(factor: float, fewest: int, most: int, expected: int) -> None:
+    assert seesaw_learners(factor, fewest, most) == expected
+
+
+def seesaw(**options: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "train_data": blobs(SAMPLES), "batch_size": SIZE, "num_learners": "seesaw", "max_learners": 4,
+        "schedule": Cosine(), "averaging": SynchronousSGD(), "optimizer": SGD(learning_rate=0.05, momentum=0.9),
+    }  # fmt: skip
+    return make_trainer(**{**defaults, **options})
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
+@pytest.mark.parametrize(
+    ("optimizer", "reference", "power"),
+    [
+        (SGD(learning_rate=0.05, momentum=0.9), lambda own: torch.optim.SGD(own, lr=0.05, momentum=0.9), 1.0),
+        (AdamW(learning_rate=0.01, weight_decay=0.0), lambda own: torch.optim.AdamW(own, lr=0.01, weight_decay=0), 0.5),
+    ],
+)
+def test_run_is_that_of_one_model_whose_batch_grows_and_whose_rate_falls_less(
+    optimizer: Optimizer, reference: Any, power: float, executor: str
+) -> None:
+    trainer, ends = seesaw(optimizer=optimizer, executor=executor), list[RoundEnd]()
+    # The order of samples is the run's own; all else here is PyTorch's.
+    stream = [trainer.run.train_feed.batch(start) for start in range(0, EPOCHS * SAMPLES, SIZE)]
+    inputs, targets = (torch.cat([getattr(each, name) for each in stream]).clone() for name in ("inputs", "targets"))
+    model, seen, counts = linear_model().float(), 0, []
+    plain = reference(model.parameters())
+    while seen < EPOCHS * SAMPLES:
+        factor = trainer.run.schedule.factor(seen, SAMPLES, EPOCHS * SAMPLES)
+        counts.append(next(k for k, least in ((1, 0.5), (2, 0.25), (4, 0.0)) if factor > 1.0005 * least))
+        own = slice(seen, seen + counts[-1] * SIZE)
+        plain.param_groups[0]["lr"] = optimizer.learning_rate * factor * counts[-1] ** power
+        plain.zero_grad()
+        nn.functional.cross_entropy(model(inputs[own]), targets[own]).backward()
+        plain.step()
+        seen += counts[-1] * SIZE
+    result = trainer.fit(max_epochs=EPOCHS, after_round=ends.append)
+    assert [end.images // SIZE for end in ends] == counts
+    assert {1, 2, 4} == set(counts)
+    for found, wanted in zip(result.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_learners_of_models_that_are_averaged_begin_from_the_average() -> None:
+    trainer = seesaw(averaging=SMA(rate_scaling="none"), max_learners=3, min_learners=2)
+    trainer.fit(max_epochs=EPOCHS)
+    assert trainer.run.bank.num_learners == 3
+
+
+def test_resumed_run_goes_on_with_its_learners_to_the_same_bits(tmp_path: Path) -> None:
+    def run(name: str, **options: Any) -> Trainer:
+        own = {"num_learners": "seesaw", "max_learners": 4, "schedule": Cosine(epochs=4), "averaging": "snoo"}
+        return image_trainer(output_dir=tmp_path / name, **own, **options)
+
+    whole = run("whole").fit(max_epochs=4)
+    run("parts").fit(max_epochs=3)
+    resumed = run("parts", resume="auto")
+    assert resumed.run.bank.num_learners > 1
+    assert equal_states(resumed.fit(max_epochs=4).model, whole.model)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"min_learners": 9, "max_learners": 8}, "goes from min_learners=9 up to max_learners=8; set a larger"),
+        ({"optimizer": TorchOptimizer(target="torch.optim.SGD")}, "that of optimizer=torch is not known; set"),
+        ({"averaging": SynchronousSGD(rate_scaling="adascale")}, "both say how the rate follows"),
+        ({"averaging": "independent"}, "averaging=independent needs a fixed num_learners, got seesaw; set it"),
+        ({"optimizer": SGD(learning_rate=[0.1, 0.2])}, "num_learners is seesaw; give one value for all"),
+        ({"num_learners": "seasaw"}, "num_learners must be"),
+    ],
+)
+def test_what_learners_that_come_do_not_go_with_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        _ = seesaw(**options).run
+
+
+def test_rate_that_never_falls_is_remarked_on() -> None:
+    recorder = Recorder()
+    seesaw(schedule=Constant(), callbacks=[recorder]).fit(max_epochs=1)
+    assert any("schedule=constant never lowers the rate" in said for said in recorder.of("message"))
