@@ -28,6 +28,7 @@ from crossbow_py.data.sampler import epoch_order
 from crossbow_py.distributed import watch
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
+from crossbow_py.engine.bank.layout import checksum
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
 from crossbow_py.telemetry.system import SystemMonitor
@@ -83,7 +84,7 @@ def ended(trainer: Trainer, result: Any = None, recorder: Recorder | None = None
         z_prev=_flat(bank.z_prev.flat()),
         learners=[_flat(bank.weights.flat(j)) for j in range(bank.num_learners)],
         momenta=[_flat(momentum.flat(j)) for j in range(bank.num_learners)] if momentum else [],
-        checksum=bank.z_checksum(),
+        checksum=checksum(bank.z.storage),
         samples_seen=state.samples_seen,
         rounds=state.round_index,
         num_learners=bank.num_learners,

@@ -12,8 +12,6 @@ to their mean, share being 1/K, and settles with any α in (0, 1].
 
 from __future__ import annotations
 
-from typing import Literal
-
 from crossbow_py.averaging.rule import AveragingRule, LinearRound, Stage
 from crossbow_py.core.errors import UserError
 
@@ -32,12 +30,12 @@ def most_stable_learners(rule: AveragingRule, most_learners: int, num_devices: i
     return next((k for k in range(most_learners, 1, -1) if settles(rule, k, num_devices)), 1)
 
 
-def check_settles(rule: AveragingRule, num_learners: int | Literal["auto"], num_devices: int = 1) -> None:
-    """Check that a rule is stable with `num_learners` on each device; `auto` chooses no more than are stable.
+def check_settles(rule: AveragingRule, num_learners: int | None, num_devices: int = 1) -> None:
+    """Check that a rule is stable with `num_learners` on each device; None is for a tuner, which obeys this.
 
     Raises UserError if it is not.
     """
-    if num_learners != "auto" and not settles(rule, num_learners, num_devices):
+    if num_learners is not None and not settles(rule, num_learners, num_devices):
         most = most_stable_learners(rule, num_learners, num_devices)
         devices = f" on each of {num_devices} devices" if num_devices > 1 else ""
         rate = getattr(rule, "correction_rate", None)

@@ -111,8 +111,7 @@ class RunBuilder:
         with ranks.together():
             self.metrics = checked_metrics(self.arguments.metrics, ranks.num_ranks)
         collective = ranks.collective(device, apart=rule.node_period > 1)
-        most_learners = "auto" if settings.num_learners == "auto" else settings.most_learners
-        check_settles(rule, most_learners, collective.num_devices)
+        check_settles(rule, None if settings.num_learners == "auto" else settings.most_learners, collective.num_devices)
         evaluator, batch, (train_feed, validation_feed, test_feed), warnings = self._probed()
         template, loss = evaluator.template, evaluator.loss
         if settings.class_weights is not None:  # in training alone

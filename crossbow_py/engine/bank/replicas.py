@@ -27,7 +27,6 @@ from crossbow_py.engine.bank.layout import (
     TrainedRow,
     add_present,
     buffer_layout,
-    checksum,
     clone_all,
     copy_present,
     norm,
@@ -595,10 +594,6 @@ class ReplicaBank:
 
         Host–device synchronisation.
         """
-        if self.is_single or self.replicas_identical:
+        if self.replicas_identical:
             return None
         return norm(self.total.trained()) if self.total_squares is None else math.sqrt(float(self.total_squares.sum()))
-
-    def z_checksum(self) -> int:
-        """Return the `checksum` of z. Host–device synchronisation."""
-        return checksum(self.z.storage)

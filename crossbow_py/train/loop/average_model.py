@@ -9,6 +9,7 @@ import math
 
 from crossbow_py.core.errors import CentralModelError
 from crossbow_py.distributed.synchronisation import differing_ranks
+from crossbow_py.engine.bank.layout import checksum
 from crossbow_py.engine.update import outer_step
 from crossbow_py.train.run import Run
 
@@ -33,7 +34,7 @@ def check_z(run: Run) -> None:
     ranks = run.ranks
     if ranks.num_ranks == 1:
         return
-    found = ranks.gather([ranks.node if run.collective.apart else 0, run.bank.z_checksum()])
+    found = ranks.gather([ranks.node if run.collective.apart else 0, checksum(run.bank.z.storage)])
     if odd := differing_ranks(found):
         ranks.raise_any(CentralModelError(odd, run.state.round_index) if ranks.is_first else None)
 

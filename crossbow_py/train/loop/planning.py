@@ -43,8 +43,8 @@ def plan_round(
     noise, total = run.state.noise, run.bank.total_learners
     scale = run.rule.rate_scale(total, 1.0 if noise is None else noise.gain(total))
     if run.settings.num_learners == "seesaw":
-        power, first = run.optimizer.noise_power or 0.0, run.settings.min_learners
-        scale = run.rule.rate_scale(first * devices) * (len(learners) / first) ** power
+        power, fewest = run.optimizer.noise_power or 0.0, run.settings.min_learners
+        scale = run.rule.rate_scale(fewest * devices) * (len(learners) / fewest) ** power
     rates = tuple(for_learner(run.optimizer.learning_rate, j) * (factor * scale) for j in learners)
     first = for_learner(run.optimizer.learning_rate, 0) * (first_factor * scale)
     stage = Stage(index, len(learners) * devices, rates[0], factor, rounds_apart, devices, first, is_last)

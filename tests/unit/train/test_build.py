@@ -39,7 +39,7 @@ class FunctionalDropout(nn.Module):
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"batch_size": "16"}, "batch_size must be a whole number, got '16'"),
         ({"num_learners": 0}, "num_learners must be at least 1, got 0"),
-        ({"num_learners": True}, "num_learners must be a whole number or auto, got True"),
+        ({"num_learners": True}, "num_learners must be a whole number or one of auto, seesaw, got True"),
         ({"executor": "stream"}, "executor must be one of auto, serial, threads, fused, .*, streams, got 'stream'"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
         ({"precision": "fp16"}, "precision must be one of auto, fp32, bf16, got 'fp16'"),
