@@ -38,7 +38,7 @@ def test_table_of_a_group_has_the_keys_of_all_of_its_options(group: str) -> None
 def test_table_of_a_group_says_which_options_have_a_key_and_which_default() -> None:
     found = rows("averaging")
     assert [(cells[0], cells[-1]) for cells in found["averaging.rate_scaling"]] == [
-        ("`none`", "crossbow, diloco, local_sgd, slowmo, elastic, papa, synchronous_sgd"),
+        ("`none`", "crossbow, diloco, snoo, local_sgd, slowmo, elastic, papa, synchronous_sgd"),
         ("`sqrt`", "sma, grouped_sma"),
     ]
     assert found["averaging.average_ema"][0][-1] == "all but independent"
