@@ -56,7 +56,8 @@ class ManyConsole(ScreenConsole):
         if (together := results.ensemble()) is not None:
             lines += ["", fact("ensemble", ", ".join(f"{name} {value:.4g}" for name, value in together.items()))]
         lines.append(fact("time", f"{results.wall_s:.1f} s, {results.images_per_s:,.0f} images/s of training"))
-        self._end([*lines, *(fact("files" if not n else "", f"{results.path}/{f}") for n, f in enumerate(files))])
+        lines += [fact("files" if not n else "", f"{results.path}/{f}") for n, f in enumerate(files)]
+        self._end([*lines, *([] if has_matplotlib() else [fact("no picture", INSTALL_MATPLOTLIB)])])
 
 
 def write_records(results: Results, folder: Path, logger: Sequence[str]) -> list[str]:
@@ -69,9 +70,7 @@ def write_records(results: Results, folder: Path, logger: Sequence[str]) -> list
         if any(each.held_out for each in results):
             np.save(folder / OUT_OF_FOLD_FILE, results.out_of_fold().numpy())
             files.append(OUT_OF_FOLD_FILE)
-        if not has_matplotlib():
-            files.append(f"(no picture: {INSTALL_MATPLOTLIB})")
-        elif any(each.history for each in results):
+        if has_matplotlib() and any(each.history for each in results):
             from crossbow_py.many.curves import draw_curves  # noqa: PLC0415  matplotlib is an extra
 
             save_picture(draw_curves(results), folder / CURVES_FILE)

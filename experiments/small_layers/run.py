@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, w
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import SGD, Trainer
+from crossbow_py import SGD, Trainer, UserError
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.engine.native import library
 from crossbow_py.train.loop.learners import new_executor
@@ -94,6 +94,9 @@ def measured(name: str, repetitions: int, most_foreign: float) -> dict[str, Any]
         with only(side):
             taken, _ = clean_window(partial(window, sides[side]), max_foreign_share=most_foreign)
         found[side].append(taken and taken.seconds)
+    if not paired_ratios(found[TORCH], found[C]):
+        busy = f"other programs took too much of the cores while {name!r} was measured"
+        raise UserError(f"{busy}; try later, or raise --max-foreign-share")
     return {
         "name": name, **SHAPES[name]._asdict(), "n": sum(own is not None for own in found[C]),
         **{f"{side}_ms": 1000 * median(filter(None, found[side])) if any(found[side]) else None for side in sides},

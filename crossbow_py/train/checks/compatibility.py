@@ -120,6 +120,11 @@ def check_learning(settings: RunSettings, optimizer: Optimizer, rule: AveragingR
         raise UserError(f"averaging={rule.NAME} needs a fixed num_learners, got {count}; set it: num_learners=4.")
     if count == "seesaw":
         _check_seesaw(settings, optimizer, rule)
+    elif settings.min_learners != 1:
+        raise UserError(
+            f"min_learners={settings.min_learners} is what num_learners=seesaw begins with, got num_learners={count}; "
+            "leave it out."
+        )
 
 
 def _check_seesaw(settings: RunSettings, optimizer: Optimizer, rule: AveragingRule) -> None:

@@ -25,10 +25,13 @@ def remarks_on_length(run: Run, total_samples: int | None) -> list[str]:
     remark = None if total_samples is None else run.schedule.remark(total_samples / run.num_samples)
     rounds = math.inf if total_samples is None else -(-total_samples // run.samples_per_round)
     found = [remark] if remark else []
-    if run.settings.num_learners == "seesaw" and isinstance(run.schedule, Constant):
+    if run.settings.num_learners == "seesaw":
+        fewest, most = run.settings.min_learners, run.settings.max_learners
+        times = f"K/{fewest}" if run.optimizer.noise_power == 1 else f"√(K/{fewest})"
         found.append(
-            f"num_learners=seesaw stays at {run.settings.first_learners}, as schedule=constant never lowers the rate; "
-            "set schedule=cosine."
+            f"num_learners=seesaw stays at {fewest}, as schedule=constant never lowers the rate; set schedule=cosine."
+            if isinstance(run.schedule, Constant)
+            else f"Learners come as the rate falls, up to K = {most} per device, which multiply it by {times}."
         )
     if not run.bank.is_single and not run.tuning:
         found += _on_averaging(run, rounds)

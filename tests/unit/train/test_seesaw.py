@@ -94,6 +94,7 @@ def test_resumed_run_goes_on_with_its_learners_to_the_same_bits(tmp_path: Path) 
     ("options", "said"),
     [
         ({"min_learners": 9, "max_learners": 8}, "goes from min_learners=9 up to max_learners=8; set a larger"),
+        ({"num_learners": 2, "min_learners": 3}, "min_learners=3 is what num_learners=seesaw begins with, got num"),
         ({"optimizer": TorchOptimizer(target="torch.optim.SGD")}, "that of optimizer=torch is not known; set"),
         ({"averaging": SynchronousSGD(rate_scaling="adascale")}, "both say how the rate follows"),
         ({"averaging": "independent"}, "averaging=independent needs a fixed num_learners, got seesaw; set it"),

@@ -51,7 +51,7 @@ def test_shortcut_of_three_learners_equals_serial(convolution, shape, options, s
         for _ in range(2)
     )
     runner = FusedExecutor(tasks)
-    assert sum(step.is_unit for step in runner._pass.graph.steps) == steps
+    assert sum(bool(step.together) for step in runner._pass.graph.steps) == steps
     run(runner, tasks, 3)
     run(SerialExecutor(reference), reference, 3)
     assert_learners_equal(tasks.bank, reference.bank)
