@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this checkout, whatever is installed
 
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from crossbow_py import SGD, Trainer, UserError
 from crossbow_py.core.host import LoadSnapshot, foreign_share
-from crossbow_py.engine.native import library
+from crossbow_py.engine.native.library import IN_USE
 from crossbow_py.train.loop.learners import new_executor
 from crossbow_py.train.loop.planning import plan_round
 from experiments.bench.program import count, measure_and_write, measuring_parser
@@ -119,9 +118,14 @@ def window(another: Callable[[], object]) -> Window:
     return Window(seconds / number, foreign_share(before, LoadSnapshot.take()))
 
 
-def only(side: str) -> AbstractContextManager[object]:
-    """Return a context in which layers run by torch's operators, if that is the side."""
-    return mock.patch.object(library, "serves", return_value=False) if side == TORCH else nullcontext()
+@contextmanager
+def only(side: str) -> Iterator[None]:
+    """Run layers by torch's operators, if that is the side."""
+    before = IN_USE.set(side == C)
+    try:
+        yield
+    finally:
+        IN_USE.reset(before)
 
 
 def rounds(shape: Shape) -> Callable[[], object]:

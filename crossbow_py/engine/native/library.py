@@ -41,6 +41,7 @@ _TILE = 16  # the columns of products in C are padded to a multiple of it
 _INSTALL = "install gcc, or name a C compiler in CC"
 
 
+IN_USE: ContextVar[bool] = ContextVar("layers and losses run in C; where not, by torch's operators", default=True)
 RECORDING: ContextVar[bool] = ContextVar("operators are recorded, which C code would be missing from", default=False)
 
 
@@ -149,7 +150,7 @@ def loaded(code: Code) -> ctypes.CDLL | None:
 def serves(code: Code, *tensors: torch.Tensor) -> bool:
     """Return whether C code for float32 on CPUs runs here with these values, and with as many threads as torch."""
     plain = all(own.device.type == "cpu" and own.dtype == torch.float32 for own in tensors)
-    found = loaded(code) if plain else None
+    found = loaded(code) if plain and IN_USE.get() else None
     return found is not None and (bool(found.crossbow_has_threads()) or torch.get_num_threads() == 1)
 
 
