@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from crossbow_py import SGD, SMA, Muon
-from crossbow_py.averaging import PAPA, Crossbow, DiLoCo, Elastic, GroupedSMA, LocalSGD, SlowMo, SynchronousSGD
+from crossbow_py.averaging import PAPA, SNOO, Crossbow, DiLoCo, Elastic, GroupedSMA, LocalSGD, SlowMo, SynchronousSGD
 from crossbow_py.data.build import make_feed
 from crossbow_py.optimizers import ParameterGroup, TorchOptimizer
+from crossbow_py.train.schedules import Cosine
 from tests import rank_jobs
 from tests.event_files import read_events
 from tests.rank_jobs import Ended, Values, assert_alike, distance, results
@@ -65,6 +66,18 @@ def test_ranks_follow_one_rank_of_as_many_learners(num_ranks, num_learners, exec
     assert_same_run(found, alone(num_ranks * num_learners), 1e-8)
     assert_alike(found)
     assert distance(found[0].learners[-1], found[1].learners[-1]) > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["threads", "fused"])
+def test_learners_that_come_on_two_ranks_and_outer_steps_are_those_of_one_rank(executor):
+    common = {"executor": executor, "averaging": SNOO(averaging_period=3), "schedule": Cosine(epochs=4)}
+    common["num_learners"] = "seesaw"
+    found = results(rank_jobs.train, 2, {**common, "max_learners": 2}, {"max_epochs": 4}, True)
+    (one,) = results(rank_jobs.train, 1, {**common, "min_learners": 2, "max_learners": 4}, {"max_epochs": 4}, True)
+    assert found[0].num_learners == 2
+    assert_same_run(found, one, 1e-8)
+    assert_alike(found)
 
 
 @pytest.mark.parametrize("executor", thinned(["serial", "threads", "fused"], quick=[2], slow=[1]))
