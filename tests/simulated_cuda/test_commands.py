@@ -33,7 +33,7 @@ run_settings.choose_precision = lambda name, device: FP64
 runpy.run_module("crossbow_py.train", run_name="__main__")
 """
 RULES = [
-    "crossbow", "elastic", "independent", "local_sgd", "diloco", "slowmo", "papa", "synchronous_sgd",
+    "crossbow", "elastic", "independent", "local_sgd", "diloco", "snoo", "slowmo", "papa", "synchronous_sgd",
     "grouped_sma",
 ]  # fmt: skip
 
@@ -89,7 +89,9 @@ def kill_after_checkpoint(process, folder):
 
 
 def trained(folder, device, *options):
-    run("train", *DIGITS, f"device={device}", f"output_dir={folder}", *options)
+    chosen = {word.partition("=")[0] for word in options}
+    digits = [word for word in DIGITS if word.partition("=")[0] not in chosen]
+    run("train", *digits, f"device={device}", f"output_dir={folder}", *options)
     return folder
 
 
@@ -116,6 +118,15 @@ def test_muon_ends_with_the_weights_of_serial_on_a_cpu(executor, tmp_path):
 ])  # fmt: skip
 def test_every_averaging_rule_ends_as_on_a_cpu(rule, executor, tmp_path):
     options = [f"averaging={rule}", "num_learners=4"]
+    ours = trained(tmp_path / "cuda", "cuda", f"executor={executor}", *options)
+    assert distance(ours, trained(tmp_path / "cpu", "cpu", "executor=serial", *options)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["fused", "streams"])
+def test_learners_that_come_end_as_on_a_cpu(executor, tmp_path):
+    options = ["averaging=snoo", "averaging.averaging_period=5", "num_learners=seesaw", "max_learners=4"]
+    options += ["schedule=cosine", "schedule.epochs=0.7"]  # 40 rounds are more
     ours = trained(tmp_path / "cuda", "cuda", f"executor={executor}", *options)
     assert distance(ours, trained(tmp_path / "cpu", "cpu", "executor=serial", *options)) < 1e-5
 
