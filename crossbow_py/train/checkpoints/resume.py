@@ -35,7 +35,7 @@ from crossbow_py.train.train_state import BestModels, TrainState
 
 # Settings that do not change results, or whose value is in `choices`.
 _CHANGEABLE = (
-    "device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers",
+    "device", "executor", "compile_model", "precision", "on_nonfinite", "min_learners", "max_learners", "num_workers",
     "learning_statistics", "evaluations_per_epoch", "cache_features",
 )  # fmt: skip
 
@@ -162,6 +162,7 @@ def identity(run: Run) -> dict[str, Any]:
     settings = to_mapping(run.settings)
     for changeable in _CHANGEABLE:
         settings.pop(changeable)
+    comes = run.settings.num_learners == "seesaw"  # whose learners come by these alone
     return {
         **settings,
         "precision": run.choices.precision.name,
@@ -173,6 +174,7 @@ def identity(run: Run) -> dict[str, Any]:
             "sample_weights": None if run.data.sample_weights is None else _digest(run.data.sample_weights),
         },
         "model": run.bank.shapes,
+        **({"learners": [run.settings.min_learners, run.settings.max_learners]} if comes else {}),
         **({"adapter_scales": scales} if (scales := scales_of(run.bank.template)) else {}),
         "num_train_samples": run.num_samples,
     }

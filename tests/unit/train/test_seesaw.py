@@ -111,3 +111,9 @@ def test_rate_that_never_falls_is_remarked_on() -> None:
     recorder = Recorder()
     seesaw(schedule=Constant(), callbacks=[recorder]).fit(max_epochs=1)
     assert any("schedule=constant never lowers the rate" in said for said in recorder.of("message"))
+
+
+def test_resume_with_other_learners_to_come_is_refused(tmp_path: Path) -> None:
+    seesaw(output_dir=tmp_path).fit(max_epochs=1)
+    with pytest.raises(UserError, match=r"is of another run \(learners: \[1,4\] → \[1,8\]\)"):
+        _ = seesaw(output_dir=tmp_path, resume="auto", max_learners=8).run
