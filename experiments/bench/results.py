@@ -1,13 +1,15 @@
 """Results files: one JSON object each, in the `results` folder beside the script that wrote it.
 
-They are kept in the repository, so they are small: numbers have eight significant digits, and the records of a curve
-are written as columns, in which numbers have six.
+They are kept in the repository, so they are small: numbers have eight significant digits, the records of a curve are
+written as columns, in which numbers have six, and what a run has in common with the one before, as its machine, is not
+written again: its key is listed under `as_above`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from experiments.bench.machine import ROOT
 
 EXPERIMENTS = ROOT / "experiments"
 _DIGITS, _DIGITS_IN_COLUMNS = 8, 6
+_AS_ABOVE, _WORTH_IT = "as_above", 40  # characters
 
 
 def results_folder(experiment: str) -> Path:
@@ -28,7 +31,12 @@ def read_results(experiment: str) -> dict[str, dict[str, Any]]:
 
 
 def read_result(path: Path) -> Any:
-    return json.loads(path.read_text(), object_hook=_records)
+    result = json.loads(path.read_text(), object_hook=_records)
+    for value in result.values() if isinstance(result, dict) else ():
+        for before, record in pairwise(value) if isinstance(value, list) else ():
+            for key in record.pop(_AS_ABOVE, ()) if isinstance(record, dict) else ():
+                record[key] = before[key]
+    return result
 
 
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
@@ -40,8 +48,21 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
 def _lines(value: Any) -> str:
     parts = value if isinstance(value, list) and any(isinstance(each, dict | list) for each in value) else ()
-    texts = [json.dumps(each, separators=(",", ":")) for each in parts or (value,)]
+    if parts and all(isinstance(each, dict) for each in parts):
+        parts = [parts[0], *starmap(_shortened, pairwise(parts))]
+    texts = [_dumped(each) for each in parts or (value,)]
     return "[\n" + ",\n".join(texts) + "\n]" if parts else texts[0]
+
+
+def _shortened(before: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a record has in common with the one before, if that saves much."""
+    alike = [key for key, own in record.items() if own == before.get(key) and len(_dumped(own)) > _WORTH_IT]
+    rest = {key: own for key, own in record.items() if key not in alike}
+    return {**rest, _AS_ABOVE: alike} if alike else rest
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _compact(value: Any, depth: int = 0) -> Any:

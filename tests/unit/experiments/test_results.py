@@ -34,3 +34,12 @@ def test_results_pictures_and_the_whole_repository_are_small() -> None:
     advice = "Write only what tables and pictures read, by write_result; draw by python experiments/tables --pictures."
     assert not named, f"Too large: {', '.join(named)}. {advice}"
     assert sum(sizes.values()) <= TREE_KIB, f"More than {TREE_KIB} KiB; largest: {sorted(sizes, key=sizes.get)[-5:]}"
+
+
+def test_what_a_run_has_in_common_with_the_one_before_is_written_once(tmp_path: Path) -> None:
+    path, machine = tmp_path / "result.json", "a processor of some make, with many cores and flags"
+    runs = [{"machine": machine, "n": 1}, {"machine": machine, "n": 2}, {"n": 3}, {"machine": machine, "n": 3}]
+    result = {"runs": runs}
+    write_result(path, result)
+    assert path.read_text().count(machine) == 2
+    assert read_result(path) == result
