@@ -33,7 +33,7 @@ def remarks_on_length(run: Run, total_samples: int | None) -> list[str]:
             if isinstance(run.schedule, Constant)
             else f"Learners come as the rate falls, up to K = {most} per device, which multiply it by {times}."
         )
-    if not run.bank.is_single and not run.tuning:
+    if (run.rule.has_velocity or not run.bank.is_single) and not run.tuning:
         found += _on_averaging(run, rounds)
     by_gain = run.rule.scales_by_gain or run.settings.count_effective_samples
     if by_gain and not run.bank.is_single and rounds < _SHORT * ROUNDS_UNKNOWN:
@@ -46,6 +46,11 @@ def remarks_on_length(run: Run, total_samples: int | None) -> list[str]:
 
 def _on_averaging(run: Run, rounds: float) -> list[str]:
     rule, bank = run.rule, run.bank
+    if rule.has_velocity and rule.averaging_period > rounds:
+        return [
+            f"averaging.averaging_period={rule.averaging_period} is longer than the run of {rounds} rounds, which has "
+            "no outer step then; take a smaller one."
+        ]
     if bank.replicas_identical:
         size = rule.gradient_mean and rule.gradient_mean.group_size
         one_group = (

@@ -203,6 +203,8 @@ def test_restart_of_independent_learners_is_refused() -> None:
         ({"schedule": Constant(warmup_epochs=1.0), "averaging": SMA()}, None),
         ({"averaging": GroupedSMA(averaging_period=9, group_size=1)}, "averaging_period=9 is longer than the run"),
         ({"averaging": GroupedSMA(averaging_period=9)}, "averaging.group_size=4 puts"),
+        ({"averaging": "diloco", "num_learners": 1}, "averaging_period=50 is longer than the run of 10 rounds"),
+        ({"averaging": "snoo"}, "averaging_period=20 is longer than the run of 5 rounds, which has no outer step"),
     ],
 )
 def test_settings_that_do_nothing_in_this_run_are_said(options: dict[str, Any], said: str | None) -> None:
