@@ -87,7 +87,7 @@ def pictures_of(question: str) -> Pictures | None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Save 48 colours, which look like all of them and take a quarter of the bytes."""
+    """Save 48 colours, which look like all of them and take few bytes."""
     figure.savefig(drawn := BytesIO(), dpi=100)
     picture = Image.open(drawn).convert("RGB").quantize(48, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     picture.save(path, optimize=True)

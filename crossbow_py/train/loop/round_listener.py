@@ -49,8 +49,10 @@ class LearnerSchedule(RoundListener):
         run, settings, now = self._run, self._run.settings, self._run.bank.num_learners
         factor = run.schedule.warmed_up_factor(run.progress, run.num_samples, self._total_samples)
         count = seesaw_learners(factor, settings.min_learners, settings.max_learners)
+        if count == now:
+            return None
         said = f"{now} → {count} learners: the schedule has lowered the rate to {factor:.2g} of its largest."
-        return None if count == now else changed(now, count, said, "seesaw")
+        return changed(now, count, said, "seesaw")
 
 
 class HostTuning(RoundListener):

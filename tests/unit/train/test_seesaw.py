@@ -1,4 +1,4 @@
-"""Learners that come as the learning rate falls: when, at which rate, over ranks of time, and after a resume."""
+"""Learners that come as the learning rate falls: when, at which rate, and after a resume."""
 
 from __future__ import annotations
 
