@@ -1,4 +1,4 @@
-"""The number of learners for which a pull towards z is stable: z moves by the sum of all pulls, and may overshoot.
+"""Where averaging is stable: z moves by the sum of all pulls, or beyond the learners' mean, and may overshoot.
 
 With K learners that stand still, the distance of z to their mean and the last step of z follow
 
@@ -8,18 +8,27 @@ With K learners that stand still, the distance of z to their mean and the last s
 in every round that averages. The powers of this matrix vanish if and only if G < (2 − α)·(1 + μ), which for a share of
 1 is α < 2·(1 + μ) / (1 + μ + K); beyond that any difference grows, at any learning rate. If z follows learners, it goes
 to their mean, share being 1/K, and settles with any α in (0, 1].
+
+An outer step is the same: learners that get to their aim between two steps leave z the distance D from it, and in the
+terms of `OuterStep`
+
+    | D |     | 1 − along_mean − G   −along_velocity · decay |   | D |
+    | v |  ←  |      intake                  decay           | · | v |        with G = along_velocity · intake,
+
+which settles if and only if G < (2 − along_mean)·(1 + decay): for DiLoCo η < 2·(1 + β) / (1 + 2·β).
 """
 
 from __future__ import annotations
 
-from crossbow_py.averaging.rule import AveragingRule, LinearRound, Stage
+from crossbow_py.averaging.rule import AveragingRule, LinearRound, OuterStep, RoundAveraging, Stage
 from crossbow_py.core.errors import UserError
 
 
 def settles(rule: AveragingRule, num_learners: int, num_devices: int = 1) -> bool:
     """Return whether a rule is stable with `num_learners` on each of `num_devices` that average together."""
-    total, period = num_learners * num_devices, rule.averaging_period
-    found = rule.round(Stage(period - 1, total, rounds_apart=period, num_devices=num_devices))
+    total, found = num_learners * num_devices, _averaging(rule, num_learners, num_devices)
+    if isinstance(found, OuterStep):
+        return found.along_velocity * found.intake < (2 - found.along_mean) * (1 + found.decay)
     if not isinstance(found, LinearRound) or found.follows_learners:
         return True
     return found.share * total * found.correction < (2 - found.correction) * (1 + found.momentum)
@@ -35,6 +44,17 @@ def check_settles(rule: AveragingRule, num_learners: int | None, num_devices: in
 
     Raises UserError if it is not.
     """
+    step = _averaging(rule, num_learners or 1, num_devices)
+    if isinstance(step, OuterStep) and not settles(rule, num_learners or 1, num_devices):
+        most = 2 * (1 + step.decay) / (step.along_velocity * step.intake + step.along_mean * (1 + step.decay))
+        names = [name for name in ("outer", "slow") if hasattr(rule, f"{name}_learning_rate")]
+        given = "".join(
+            f": averaging.{name}_learning_rate must be below {most * getattr(rule, f'{name}_learning_rate'):.4g} with "
+            f"averaging.{name}_momentum={getattr(rule, f'{name}_momentum'):g}; lower either"
+            for name in names
+        )
+        given = given or "; lower its along_velocity or along_mean"
+        raise UserError(f"the average model diverges by the outer step of averaging={rule.NAME}{given}.")
     if num_learners is not None and not settles(rule, num_learners, num_devices):
         most = most_stable_learners(rule, num_learners, num_devices)
         devices = f" on each of {num_devices} devices" if num_devices > 1 else ""
@@ -42,3 +62,11 @@ def check_settles(rule: AveragingRule, num_learners: int | None, num_devices: in
         found = f"averaging.correction_rate={rate} is too large for {num_learners} learners{devices}"
         stable = f"with more than {'one learner' if most == 1 else f'{most} learners'} the average model diverges"
         raise UserError(f"{found}: {stable}; take a smaller rate or fewer learners.")
+
+
+def _averaging(rule: AveragingRule, num_learners: int, num_devices: int) -> RoundAveraging | None:
+    """Return the first round of a run that averages."""
+    period = rule.averaging_period
+    return rule.round(
+        Stage(period - 1, num_learners * num_devices, learning_rate=1, rounds_apart=period, num_devices=num_devices)
+    )

@@ -6,23 +6,24 @@ A `Dataset` that augments and normalises an image at a time on the CPU, or takes
 two workers, the model in its default layout and float32, `torch.optim.SGD` or AdamW, a look at the loss in every step.
 Data set, model, learning rate, schedule, batch size and length are those of the settings; PARTS times an epoch it is
 evaluated, outside of the time that counts. It writes metrics.jsonl and summary.json as a run does, begins anew every
-time, and has one learner.
+time, and has one learner; with num_learners=seesaw its batch grows as the run's samples of a round would.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
@@ -32,6 +33,7 @@ from crossbow_py.engine.modules.precision import choose_device
 from crossbow_py.engine.update.optimizers import SGD, AdamW, PerLearner
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE, finite, write_atomically
 from crossbow_py.train.config import TrainConfig
+from crossbow_py.train.schedules import seesaw_learners
 from experiments.grids.parts import stops
 
 _WORKERS = 2
@@ -72,6 +74,19 @@ def flat(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return (output.flatten(0, 1), targets.flatten()) if output.ndim > targets.ndim > 1 else (output, targets)
 
 
+class Batches(Sampler[list[int]]):
+    """Batches of shuffled samples, as large as `size` says for what was drawn before."""
+
+    def __init__(self, count: int, size: Callable[[int], int]) -> None:
+        self._order, self._size, self._drawn = RandomSampler(range(count)), size, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = iter(self._order)
+        while batch := list(itertools.islice(order, self._size(self._drawn))):
+            self._drawn += len(batch)
+            yield batch
+
+
 @dataclass
 class _Trained:
     samples: int = 0
@@ -106,10 +121,10 @@ def check_known(config: TrainConfig, source: DataSource) -> None:
     settings, augmentation = config.optimizer, source.augmentation
     of_optimizer = isinstance(settings, SGD | AdamW) and not settings.groups
     of_images = augmentation.flip in (True, False) and not augmentation.random_erasing
-    if not (of_optimizer and of_images) or config.num_learners != 1:
+    if not (of_optimizer and of_images) or config.num_learners not in (1, "seesaw") or config.min_learners != 1:
         raise UserError(
-            "the default loop has one learner, SGD or AdamW, crops and random flips, and neither groups, erasing nor "
-            "alternating flips; leave what is more out."
+            "the default loop has one learner, or a batch that grows from one's, SGD or AdamW, crops and random "
+            "flips, and neither groups, erasing nor alternating flips; leave what is more out."
         )
 
 
@@ -119,16 +134,28 @@ def train(
     """Train to the end, or to the target accuracy, or until the loss is not finite; a record an evaluation."""
     assert config.max_epochs is not None, "cells say it"
     assert isinstance(config.optimizer, SGD | AdamW), "the recipes are of these"
-    loader, optimizer = _loader(source, config), _optimizer(model, config.optimizer)
+    optimizer = _optimizer(model, config.optimizer)
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     count = len(_pair(source.train)[1])
     total = round(config.max_epochs * count)
+
+    def growth(seen: int) -> int:
+        if config.num_learners != "seesaw":
+            return 1
+        factor = config.schedule.warmed_up_factor(seen, count, total)
+        return seesaw_learners(factor, config.min_learners, config.max_learners)
+
+    rate, power = _one(config.optimizer.learning_rate), config.optimizer.noise_power or 0.0
+    batches = Batches(count, lambda seen: config.batch_size * growth(seen))
+    data = samples(_pair(source.train), source, augments=True)
+    loader = DataLoader(data, batch_sampler=batches, num_workers=_WORKERS)
     ends, state = [round(stop * count) for stop in stops(config.max_epochs, parts)], _Trained()
     while ends:
         begun = time.perf_counter()
         for images, labels in loader:
+            factor = config.schedule.factor(state.samples, count, total) * growth(state.samples) ** power
             for group in optimizer.param_groups:
-                group["lr"] = _one(config.optimizer.learning_rate) * config.schedule.factor(state.samples, count, total)
+                group["lr"] = rate * factor
             optimizer.zero_grad()
             loss = criterion(*flat(model(images.to(device)), labels.to(device)))
             loss.backward()
@@ -151,11 +178,6 @@ def train(
 def _is_over(record: dict[str, Any], config: TrainConfig) -> bool:
     reached = config.target_accuracy is not None and record["test_accuracy"] >= config.target_accuracy
     return reached or not math.isfinite(record["train_loss"])
-
-
-def _loader(source: DataSource, config: TrainConfig) -> DataLoader[tuple[Tensor, ...]]:
-    data = samples(_pair(source.train), source, augments=True)
-    return DataLoader(data, config.batch_size, shuffle=True, num_workers=_WORKERS)
 
 
 def _pair(data: Data) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from crossbow_py.engine.update.optimizers import Optimizer
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
+_ON_ALL_CORES = {FusedThreadsExecutor.NAME: FusedExecutor.NAME, ThreadsExecutor.NAME: SerialExecutor.NAME}
 _TRIED = ("fused", "streams")  # on CUDA by rungs of their own; others need none
 # The order in which executors are listed and tried; others come after these.
 _FIRST: tuple[type[Executor], ...] = (
@@ -65,6 +66,15 @@ def candidates(device: torch.device) -> list[str]:
     return [name for name in able if not EXECUTORS[name].EXPERIMENTAL]
 
 
+def on_all_cores(name: str, num_learners: int) -> str:
+    """Return the CPU executor to take instead of one whose threads, one a learner, would leave half of the cores idle.
+
+    It takes the same bank.
+    """
+    idle = 2 * num_learners <= torch.get_num_threads()
+    return _ON_ALL_CORES.get(name, name) if idle else name
+
+
 def has_one_row(name: str, optimizer: Optimizer, mean: GradientMean | None) -> bool:
     """Return whether learners are one row of a bank: they stay equal, and executor and optimizer allow it.
 
@@ -77,5 +87,5 @@ def has_one_row(name: str, optimizer: Optimizer, mean: GradientMean | None) -> b
 
 __all__ = [
     "EXECUTORS", "Executor", "SerialExecutor", "ThreadsExecutor", "candidates", "check_executor", "check_name",
-    "has_one_row",
+    "has_one_row", "on_all_cores",
 ]  # fmt: skip

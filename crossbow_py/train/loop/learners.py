@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
-from crossbow_py.engine.executors import EXECUTORS, Executor
+from crossbow_py.engine.executors import EXECUTORS, Executor, on_all_cores
 from crossbow_py.engine.rounds import Round, RoundTasks, smoothing_rows, take_all
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.engine.update.outer_step import take_outer_step
@@ -170,7 +170,10 @@ class Learners:
 
 def new_executor(run: Run) -> Executor:
     """Return a new executor over the bank. It may start threads: close it."""
-    executor = EXECUTORS[run.choices.executor](round_tasks(run))
+    name, comes = run.choices.executor, run.settings.num_learners == "seesaw"
+    if comes and run.settings.executor == "auto" and run.ranks.num_ranks == 1:  # it was chosen for the most learners
+        name = on_all_cores(name, run.bank.num_learners)
+    executor = EXECUTORS[name](round_tasks(run))
     if run.timeline is not None:
         executor.trace(run.timeline)
     run.ranks.watch.running = executor.running

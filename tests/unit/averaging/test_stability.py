@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from crossbow_py.averaging import SMA, Crossbow, Elastic, GroupedSMA, Independent, LocalSGD, Stage
+from crossbow_py.averaging import (
+    SMA,
+    SNOO,
+    Crossbow,
+    DiLoCo,
+    Elastic,
+    GroupedSMA,
+    Independent,
+    LocalSGD,
+    SlowMo,
+    Stage,
+)
 from crossbow_py.averaging.stability import check_settles, most_stable_learners
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.bank.layout import TrainedRow
@@ -44,6 +57,38 @@ def test_learners_that_stand_still_settle_up_to_a_number_by_any_pull(rule, most)
             check_settles(rule, most + 1)
         assert distance_apart(rule, most) < 1e-3
         assert distance_apart(rule, most + 1) > 1 - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("rule", "bound"),
+    [
+        (DiLoCo(outer_momentum=0.9), 3.8 / 2.8), (DiLoCo(outer_momentum=0.5), 1.5), (SNOO(outer_momentum=0.0), 2.0),
+        (SlowMo(slow_momentum=0.7), 3.4),
+    ],
+)  # fmt: skip
+def test_an_outer_step_settles_up_to_a_rate_by_any_momentum(rule, bound):
+    name = "slow_learning_rate" if isinstance(rule, SlowMo) else "outer_learning_rate"
+    below, above = (dataclasses.replace(rule, **{name: share * bound}) for share in (0.99, 1.01))
+    check_settles(below, 4)
+    with pytest.raises(
+        UserError, match=rf"diverges by the outer step .*{name} must be below {bound:.4g} with .*; lower"
+    ):
+        check_settles(above, None)
+    assert outer_distance(below) < 0.1
+    assert outer_distance(above) > 10
+
+
+def outer_distance(rule, steps=600):
+    """|z| after so many outer steps from 1 of learners that get to 0 between any two."""
+    z, z_velocity = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    period = rule.averaging_period
+    for step in range(steps):
+        round_index = (step + 1) * period - 1
+        found = rule.round(Stage(round_index, 4, learning_rate=0.1, rounds_apart=period))
+        mean_step = -z
+        z_velocity = found.decay * z_velocity + found.intake * mean_step
+        z = z + found.along_velocity * z_velocity + found.along_mean * mean_step
+    return float(z.abs())
 
 
 def distance_apart(rule, num_learners, rounds=300):

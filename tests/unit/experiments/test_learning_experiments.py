@@ -218,8 +218,16 @@ def test_default_loop_learns_the_digits_and_writes_the_records_of_a_run(
 
 @pytest.mark.parametrize("word", ["optimizer=muon", "data.flip=alternating", "num_learners=2"])
 def test_default_loop_refuses_what_it_would_not_follow(word: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the default loop has one learner, SGD"):
+    with pytest.raises(UserError, match="the default loop has one learner, or a batch"):
         default_loop.main(["1", "+experiment=digits", "num_learners=1", f"output_dir='{tmp_path}'", word])
+
+
+def test_batches_of_the_default_loop_grow_with_what_was_drawn_and_hold_each_sample_once() -> None:
+    batches = default_loop.Batches(20, lambda drawn: 2 if drawn < 5 else 4)
+    found = list(batches)
+    assert [len(batch) for batch in found] == [2, 2, 2, 4, 4, 4, 2]
+    assert sorted(sample for batch in found for sample in batch) == list(range(20))
+    assert [len(batch) for batch in batches] == [4] * 5
 
 
 def test_default_loop_that_diverges_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

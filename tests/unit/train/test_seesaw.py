@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from crossbow_py import SGD, SMA, AdamW, Trainer, UserError
 from crossbow_py.averaging import SynchronousSGD
 from crossbow_py.engine.update.optimizers import Optimizer, TorchOptimizer
 from crossbow_py.telemetry.events import RoundEnd
+from crossbow_py.train import build
 from crossbow_py.train.schedules import Constant, Cosine, seesaw_learners
 from tests.support import linear_model
 from tests.trainers import Recorder, blobs, equal_states, image_trainer, make_trainer
@@ -70,6 +72,29 @@ def test_run_is_that_of_one_model_whose_batch_grows_and_whose_rate_falls_less(
     assert {1, 2, 4} == set(counts)
     for found, wanted in zip(result.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("chosen", "alone"), [("fused_threads", "fused"), ("threads", "serial")])
+def test_few_learners_do_not_leave_cores_idle_by_the_executor_that_is_fastest_for_many(
+    chosen: str, alone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only executor=auto changes it; what it would choose is given here, as measuring takes seconds."""
+    used, threads = set[tuple[int, str]](), torch.get_num_threads()
+    monkeypatch.setattr(build, "choose_executor", lambda *own: (dataclasses.replace(own[2], executor=chosen), []))
+
+    def note(end: RoundEnd) -> None:
+        assert trainer._loop is not None
+        used.add((end.num_learners, trainer._loop.learners.executor.NAME))
+
+    torch.set_num_threads(4)
+    try:
+        for asked, few in (("auto", alone), (chosen, chosen)):
+            trainer = seesaw(executor=asked)
+            trainer.fit(max_epochs=EPOCHS, after_round=note)
+            assert used == {(1, few), (2, few), (4, chosen)}
+            used.clear()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_learners_of_models_that_are_averaged_begin_from_the_average() -> None:
