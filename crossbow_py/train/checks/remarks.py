@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from crossbow_py.averaging.stability import outer_margin
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.goodput import ROUNDS_UNKNOWN
 from crossbow_py.train.run import Run
@@ -46,6 +47,14 @@ def remarks_on_length(run: Run, total_samples: int | None) -> list[str]:
 
 def _on_averaging(run: Run, rounds: float) -> list[str]:
     rule, bank = run.rule, run.bank
+    of = "slow" if hasattr(rule, "slow_learning_rate") else "outer"
+    outer_rate, margin = getattr(rule, f"{of}_learning_rate", 0.0), outer_margin(rule)
+    if outer_rate and margin <= 1:
+        return [
+            f"averaging.{of}_learning_rate={outer_rate:g} is too large with averaging.{of}_momentum="
+            f"{getattr(rule, f'{of}_momentum'):g}: where learners settle between two outer steps, the average model "
+            f"diverges from {margin * outer_rate:.4g} on; take less of either."
+        ]
     if rule.has_velocity and rule.averaging_period > rounds:
         return [
             f"averaging.averaging_period={rule.averaging_period} is longer than the run of {rounds} rounds, which has "
