@@ -39,6 +39,38 @@ def differences_table(results: Mapping[str, Result]) -> str:
     return markdown_table(header, rows)
 
 
+def at_best_rates(result: Result) -> dict[str, dict[int, tuple[str, Sequence[Run]]]]:
+    """By side and number of learners: the rate that is best with the first seed, and its runs."""
+    found: dict[str, dict[int, tuple[str, Sequence[Run]]]] = {}
+    for name, runs in by_cell(result).items():
+        side, *rest = name.rsplit(", ", 2)
+        if not rest or has_diverged(runs[0]):
+            continue
+        count, rate = int(rest[0].removeprefix("K=")), rest[1].removeprefix("rate ")
+        own = found.setdefault(side, {})
+        if count not in own or _first(runs) > _first(own[count][1]):
+            own[count] = rate, runs
+    return found
+
+
+def momenta_table(results: Mapping[str, Result]) -> str:
+    """A row a place of momentum, a column a number of learners: test accuracy less that of one, at the best rate."""
+    result = results["momenta"]
+    best, one = at_best_rates(result), by_cell(result)[ONE]
+    counts = sorted({count for own in best.values() for count in own})
+    header = ["percentage points less than one learner, at the best rate", *(f"K = {count}" for count in counts)]
+
+    def shown(rate: str, runs: Sequence[Run]) -> str:
+        return f"{_points(runs, one)} ({rate}, n = {len(runs)})"
+
+    rows = [[side, *(shown(*own[k]) if k in own else NONE for k in counts)] for side, own in best.items()]
+    return markdown_table(header, rows)
+
+
+def _first(runs: Sequence[Run]) -> float:
+    return float(runs[0]["summary"]["test_accuracy"])
+
+
 def _header(data: str, own: Mapping[str, Sequence[Run]]) -> str:
     counts = sorted({len(runs) for runs in own.values()})
     return f"{data} (n = {'–'.join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))})"
@@ -57,4 +89,4 @@ def _points(own: Sequence[Run], one: Sequence[Run]) -> str:
 
 
 TABLES = report.TABLES
-TABLES_OVER_ALL = {"differences": differences_table}
+TABLES_OVER_ALL = {"differences": differences_table, "by_momentum": momenta_table}
