@@ -4,9 +4,10 @@
 
 A `Dataset` that augments and normalises an image at a time on the CPU, or takes tokens as they are, a `DataLoader` with
 two workers, the model in its default layout and float32, `torch.optim.SGD` or AdamW, a look at the loss in every step.
-Data set, model, learning rate, schedule, batch size and length are those of the settings; PARTS times an epoch it is
-evaluated, outside of the time that counts. It writes metrics.jsonl and summary.json as a run does, begins anew every
-time, and has one learner; with num_learners=seesaw its batch grows as the run's samples of a round would.
+Data set, model, learning rate, schedule, batch size and length are those of the settings; in each of PARTS parts of an
+epoch it is evaluated as often as the settings say for an epoch, outside of the time that counts. It writes
+metrics.jsonl and summary.json as a run does, begins anew every time, and has one learner; with num_learners=seesaw its
+batch grows as the samples of such a run's rounds would.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class _Trained:
 
 def main(argv: Sequence[str]) -> int:
     """Train as the settings say; returns the exit code."""
-    parts, config = int(argv[0]), compose(argv[1:], TrainConfig)
+    config = compose(argv[1:], TrainConfig)
+    parts = int(argv[0]) * config.evaluations_per_epoch
     assert config.output_dir is not None, "it is said for cells"
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +168,7 @@ def train(
             state.samples += len(labels)
             if state.samples >= ends[0]:
                 state.seconds += time.perf_counter() - begun
-                record = _record(state, model, source, device)
+                record = _record(state, model, source, device, config.max_evaluation_batches)
                 yield record
                 ends = [end for end in ends if end > state.samples]
                 if _is_over(record, config) or not ends:
@@ -203,8 +205,10 @@ def _one(value: PerLearner) -> float:
     return value
 
 
-def _record(state: _Trained, model: nn.Module, source: DataSource, device: torch.device) -> dict[str, Any]:
-    accuracy, loss = evaluate(model, source, device)
+def _record(
+    state: _Trained, model: nn.Module, source: DataSource, device: torch.device, most_batches: int | None
+) -> dict[str, Any]:
+    accuracy, loss = evaluate(model, source, device, most_batches)
     record = {
         "epoch": round(state.samples / len(_pair(source.train)[1]), 4),
         "samples_seen": state.samples,
@@ -219,13 +223,16 @@ def _record(state: _Trained, model: nn.Module, source: DataSource, device: torch
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, source: DataSource, device: torch.device) -> tuple[float, float]:
-    """Accuracy and loss on the test data; the model goes on training afterwards."""
+def evaluate(
+    model: nn.Module, source: DataSource, device: torch.device, most_batches: int | None = None
+) -> tuple[float, float]:
+    """Accuracy and loss on the test data, or its first batches; the model goes on training afterwards."""
     pair = _pair(source.test)
     model.eval()
     right, loss = 0, 0.0
     count = 0
-    for images, targets in DataLoader(samples(pair, source, augments=False), _TEST_BATCH):
+    batches = DataLoader(samples(pair, source, augments=False), _TEST_BATCH)
+    for images, targets in itertools.islice(batches, most_batches):
         output, labels = flat(model(images.to(device)).cpu(), targets)
         count += len(labels)
         right += int((output.argmax(1) == labels).sum())
