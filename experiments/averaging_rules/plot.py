@@ -22,13 +22,12 @@ def _by_learners(result: Result) -> Figure:
     assert one is not None, "it is the yardstick"
     axes.axhline(one.mean, color="black", linestyle="--", label=ONE)
     for place, (side, own) in enumerate(at_best_rates(result).items()):
-        counts = sorted(own)
-        found = [summarize(side, own[count][1], []).final for count in counts]
-        shifted = [count * 1.02 ** (place - 2) for count in counts]  # so that intervals do not hide each other
+        found = [summarize(side, runs, []).final for _, runs in own.values()]
+        shifted = [count * 1.02 ** (place - 2) for count in own]  # so that intervals do not hide each other
         means, widths = zip(*((each.mean, each.half_width or 0.0) for each in found if each is not None), strict=True)
         axes.errorbar(shifted, means, yerr=widths, marker="o", capsize=3, label=side)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks := sorted({k for own in at_best_rates(result).values() for k in own}), map(str, ticks))
+    axes.set_xticks(ticks := list(own), map(str, ticks))
     axes.set(xlabel="learners of 32 samples", ylabel="test accuracy", title="LeNet on CIFAR-10 by where momentum is")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)

@@ -40,7 +40,7 @@ def differences_table(results: Mapping[str, Result]) -> str:
 
 
 def at_best_rates(result: Result) -> dict[str, dict[int, tuple[str, Sequence[Run]]]]:
-    """By side and number of learners: the rate that is best with the first seed, and its runs."""
+    """By side and number of learners, as far as all sides have it: the rate best with the first seed, and its runs."""
     found: dict[str, dict[int, tuple[str, Sequence[Run]]]] = {}
     for name, runs in by_cell(result).items():
         side, *rest = name.rsplit(", ", 2)
@@ -50,20 +50,21 @@ def at_best_rates(result: Result) -> dict[str, dict[int, tuple[str, Sequence[Run
         own = found.setdefault(side, {})
         if count not in own or _first(runs) > _first(own[count][1]):
             own[count] = rate, runs
-    return found
+    shared = set.intersection(*(set(own) for own in found.values()))
+    return {side: {count: own[count] for count in sorted(shared)} for side, own in found.items()}
 
 
 def momenta_table(results: Mapping[str, Result]) -> str:
     """A row a place of momentum, a column a number of learners: test accuracy less that of one, at the best rate."""
     result = results["momenta"]
     best, one = at_best_rates(result), by_cell(result)[ONE]
-    counts = sorted({count for own in best.values() for count in own})
+    counts = list(next(iter(best.values())))
     header = ["percentage points less than one learner, at the best rate", *(f"K = {count}" for count in counts)]
 
     def shown(rate: str, runs: Sequence[Run]) -> str:
         return f"{_points(runs, one)} ({rate}, n = {len(runs)})"
 
-    rows = [[side, *(shown(*own[k]) if k in own else NONE for k in counts)] for side, own in best.items()]
+    rows = [[side, *(shown(*own[k]) for k in counts)] for side, own in best.items()]
     return markdown_table(header, rows)
 
 
