@@ -16,7 +16,7 @@ terms of `OuterStep`
     | v |  ←  |      intake                  decay           | · | v |        with G = along_velocity · intake,
 
 which settles if and only if G < (2 − along_mean)·(1 + decay): for DiLoCo η < 2·(1 + β) / (1 + 2·β), for SlowMo
-a < 2·(1 + β). Where learners take slow steps between, more may do.
+a < 2·(1 + β). Where learners get only part of the way between, a larger step may still settle.
 """
 
 from __future__ import annotations

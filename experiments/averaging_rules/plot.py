@@ -21,13 +21,16 @@ def _by_learners(result: Result) -> Figure:
     one = summarize(ONE, by_cell(result)[ONE], []).final
     assert one is not None, "it is the yardstick"
     axes.axhline(one.mean, color="black", linestyle="--", label=ONE)
-    for place, (side, own) in enumerate(at_best_rates(result).items()):
-        found = [summarize(side, runs, []).final for _, runs in own.values()]
-        shifted = [count * 1.02 ** (place - 2) for count in own]  # so that intervals do not hide each other
-        means, widths = zip(*((each.mean, each.half_width or 0.0) for each in found if each is not None), strict=True)
-        axes.errorbar(shifted, means, yerr=widths, marker="o", capsize=3, label=side)
+    best = at_best_rates(result)
+    for place, (side, own) in enumerate(best.items()):
+        finals = {count: summarize(side, runs, []).final for count, (_, runs) in own.items()}
+        found = [(count, final.mean, final.half_width or 0.0) for count, final in finals.items() if final is not None]
+        # Beside each other, so that intervals do not hide each other.
+        places = [count * 1.02 ** (place - 2) for count, _, _ in found]
+        means, widths = [mean for _, mean, _ in found], [width for *_, width in found]
+        axes.errorbar(places, means, yerr=widths, marker="o", capsize=3, label=side)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks := list(own), map(str, ticks))
+    axes.set_xticks(ticks := list(next(iter(best.values()))), map(str, ticks))
     axes.set(xlabel="learners of 32 samples", ylabel="test accuracy", title="LeNet on CIFAR-10 by where momentum is")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)

@@ -44,22 +44,22 @@ def at_best_rates(result: Result) -> dict[str, dict[int, tuple[str, Sequence[Run
     found: dict[str, dict[int, tuple[str, Sequence[Run]]]] = {}
     for name, runs in by_cell(result).items():
         side, *rest = name.rsplit(", ", 2)
-        if not rest or has_diverged(runs[0]):
+        if not rest:
             continue
         count, rate = int(rest[0].removeprefix("K=")), rest[1].removeprefix("rate ")
         own = found.setdefault(side, {})
         if count not in own or _first(runs) > _first(own[count][1]):
             own[count] = rate, runs
-    shared = set.intersection(*(set(own) for own in found.values()))
+    shared = [count for count in next(iter(found.values()), {}) if all(count in own for own in found.values())]
     return {side: {count: own[count] for count in sorted(shared)} for side, own in found.items()}
 
 
 def momenta_table(results: Mapping[str, Result]) -> str:
-    """A row a place of momentum, a column a number of learners: test accuracy less that of one, at the best rate."""
+    """A row a place of momentum, a column a number of learners: test accuracy minus that of one, at the best rate."""
     result = results["momenta"]
     best, one = at_best_rates(result), by_cell(result)[ONE]
     counts = list(next(iter(best.values())))
-    header = ["percentage points less than one learner, at the best rate", *(f"K = {count}" for count in counts)]
+    header = ["test accuracy − one learner, percentage points", *(f"K = {count}" for count in counts)]
 
     def shown(rate: str, runs: Sequence[Run]) -> str:
         return f"{_points(runs, one)} ({rate}, n = {len(runs)})"
@@ -69,7 +69,9 @@ def momenta_table(results: Mapping[str, Result]) -> str:
 
 
 def _first(runs: Sequence[Run]) -> float:
-    return float(runs[0]["summary"]["test_accuracy"])
+    """The accuracy by the first seed; below all where it diverged."""
+    run = min(runs, key=lambda run: run["seed"])
+    return -1.0 if has_diverged(run) else float(run["summary"]["test_accuracy"])
 
 
 def _header(data: str, own: Mapping[str, Sequence[Run]]) -> str:

@@ -91,7 +91,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         prose.write_bytes("\n\n".join(topics.values()).encode()[: _BYTES // 5 if given.quick else _BYTES])
         base = study.run(
             "train", "+experiment=gpt_tiny", *_MODEL, f"data.context={CONTEXT}", "num_learners=1", "batch_size=16",
-            "evaluations_per_epoch=1", study.epochs(0.3),
+            "optimizer.learning_rate=0.003", "optimizer.other_learning_rate=0.003", "evaluations_per_epoch=1",
+            study.epochs(0.3),
         )  # fmt: skip
         task = [
             "model=gpt", *_MODEL, "data=text", f"data.file={prose}", f"data.context={CONTEXT}",

@@ -4,8 +4,8 @@
 
 A `Dataset` that augments and normalises an image at a time on the CPU, or takes tokens as they are, a `DataLoader` with
 two workers, the model in its default layout and float32, `torch.optim.SGD` or AdamW, a look at the loss in every step.
-Data set, model, learning rate, schedule, batch size and length are those of the settings; in each of PARTS parts of an
-epoch it is evaluated as often as the settings say for an epoch, outside of the time that counts. It writes
+Data set, model, learning rate, schedule, batch size and length are those of the settings; it is evaluated PARTS times
+`evaluations_per_epoch` times an epoch, outside of the time that counts. It writes
 metrics.jsonl and summary.json as a run does, begins anew every time, and has one learner; with num_learners=seesaw its
 batch grows as the samples of such a run's rounds would.
 """

@@ -47,18 +47,18 @@ def remarks_on_length(run: Run, total_samples: int | None) -> list[str]:
 
 def _on_averaging(run: Run, rounds: float) -> list[str]:
     rule, bank = run.rule, run.bank
+    if rule.has_velocity and rule.averaging_period > rounds:
+        return [
+            f"averaging.averaging_period={rule.averaging_period} is longer than the run of {rounds} rounds, which has "
+            "no outer step then; take a smaller one."
+        ]
     of = "slow" if hasattr(rule, "slow_learning_rate") else "outer"
     outer_rate, margin = getattr(rule, f"{of}_learning_rate", 0.0), outer_margin(rule)
     if outer_rate and margin <= 1:
         return [
             f"averaging.{of}_learning_rate={outer_rate:g} is too large with averaging.{of}_momentum="
             f"{getattr(rule, f'{of}_momentum'):g}: where learners settle between two outer steps, the average model "
-            f"diverges from {margin * outer_rate:.4g} on; take less of either."
-        ]
-    if rule.has_velocity and rule.averaging_period > rounds:
-        return [
-            f"averaging.averaging_period={rule.averaging_period} is longer than the run of {rounds} rounds, which has "
-            "no outer step then; take a smaller one."
+            f"diverges from {margin * outer_rate:.4g} on; take a smaller averaging.{of}_learning_rate."
         ]
     if bank.replicas_identical:
         size = rule.gradient_mean and rule.gradient_mean.group_size

@@ -205,8 +205,8 @@ def test_restart_of_independent_learners_is_refused() -> None:
         ({"averaging": GroupedSMA(averaging_period=9)}, "averaging.group_size=4 puts"),
         ({"averaging": "diloco", "num_learners": 1}, "averaging_period=50 is longer than the run of 10 rounds"),
         ({"averaging": "snoo"}, "averaging_period=20 is longer than the run of 5 rounds, which has no outer step"),
-        ({"averaging": DiLoCo(outer_learning_rate=2, averaging_period=2)}, "diverges from 1.357 on; take less"),
-        ({"averaging": SlowMo(slow_learning_rate=4, averaging_period=2)}, "diverges from 3.4 on; take less"),
+        ({"averaging": DiLoCo(outer_learning_rate=2, averaging_period=2)}, "diverges from 1.357 on; take a smaller"),
+        ({"averaging": SlowMo(slow_learning_rate=4, averaging_period=2)}, "diverges from 3.4 on; take a smaller"),
     ],
 )
 def test_settings_that_do_nothing_in_this_run_are_said(options: dict[str, Any], said: str | None) -> None:
