@@ -9,8 +9,8 @@ in every round that averages. The powers of this matrix vanish if and only if G 
 1 is α < 2·(1 + μ) / (1 + μ + K); beyond that any difference grows, at any learning rate. If z follows learners, it goes
 to their mean, share being 1/K, and settles with any α in (0, 1].
 
-An outer step is the same: learners that get to their aim between two steps leave z the distance D from it, and in the
-terms of `OuterStep`
+For an outer step, let learners arrive at an optimum between any two steps, and D be its distance from z. In the terms
+of `OuterStep`, every step then does
 
     | D |     | 1 − along_mean − G   −along_velocity · decay |   | D |
     | v |  ←  |      intake                  decay           | · | v |        with G = along_velocity · intake,

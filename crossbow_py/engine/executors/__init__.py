@@ -67,10 +67,7 @@ def candidates(device: torch.device) -> list[str]:
 
 
 def on_all_cores(name: str, num_learners: int) -> str:
-    """Return the CPU executor to take instead of one whose threads, one a learner, would leave half of the cores idle.
-
-    It takes the same bank.
-    """
+    """Return `name`, or what takes the same bank and all cores if so few learners, a thread each, leave half idle."""
     idle = 2 * num_learners <= torch.get_num_threads()
     return _ON_ALL_CORES.get(name, name) if idle else name
 
