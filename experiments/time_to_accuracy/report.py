@@ -10,7 +10,8 @@ from experiments.grids.report import Result, Run, accuracy, by_cell, first_at, n
 from experiments.tables.markdown import NONE, cores, markdown_table, spread_text
 
 Times = dict[int, float]
-_ON_FIRST_PAGE = (("resnet8", 0.79, "ResNet-8 on CIFAR-10 to {}, s"), ("lenet", 0.99, "LeNet on MNIST to {}, s"))
+_ON_FIRST_PAGE = (("resnet8", 0.79, "ResNet-8 on CIFAR-10 to {}, s"), ("lenet", 0.99, "LeNet on MNIST to {}, s"),
+                  ("gpt", 0.48, "GPT on bytes to {}, s"))  # fmt: skip
 LEARNERS, DEFAULT = "learners", "PyTorch's default loop"
 BY_MUON, BY_SGD = "one model, Muon", "one model, SGD"
 BY_ADAMW = "one model, AdamW"
@@ -100,7 +101,7 @@ def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
     for name, target, title in _ON_FIRST_PAGE:
         result = results[name]
         times = times_of(result, target)
-        cells = [fastest(result, names, times) for names in ((LEARNERS,), (BY_MUON, BY_SGD), (DEFAULT,))]
+        cells = [fastest(result, names, times) for names in ((LEARNERS,), (BY_MUON, BY_SGD, BY_ADAMW), (DEFAULT,))]
         values = [f"{median(times[cell].values()):,.1f} ({_own(cell)})" if cell else NONE for cell in cells]
         runs = max(len(times[cell]) for cell in cells if cell)
         rows.append([title.format(target), *values, str(runs), cores(result)])
