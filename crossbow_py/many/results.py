@@ -187,7 +187,7 @@ class Results(Sequence[MemberResult]):
         return sorted(ended, key=key)
 
     def table(self, most: int = 40) -> str:
-        """Return a table: a line for each member, for each group, and for the mean of all.
+        """Return a table: a line for each member, and for the mean of each group, or of all without several groups.
 
         Of more than `most` members it shows the best, the worst, and how many ended how; groups likewise.
         """
@@ -198,7 +198,8 @@ class Results(Sequence[MemberResult]):
         def line(each: MemberResult) -> list[str]:
             own = each.figures()
             shown = [f"{own[name]:.4g}" if name in own else "–" for name in names]
-            return [f"{each.name}{'' if each.has_ended else f' ({each.status})'}", f"{each.epochs:.3g}", *shown]
+            epochs = round(each.epochs, 1 if each.epochs >= 1 else 3)
+            return [f"{each.name}{'' if each.has_ended else f' ({each.status})'}", f"{epochs:g}", *shown]
 
         groups = self.groups() if len(self) > 1 else {}
         if len(groups) > most:  # by their best members
@@ -208,7 +209,7 @@ class Results(Sequence[MemberResult]):
             [f"mean of {group}", "", *(str(its.get(name, "–")) for name in names)] for group, its in groups.items()
         ]
         lines += _ends(means_of, most, "groups")
-        if means:
+        if means and len(groups) < 2:
             lines.append([f"mean of {len(ranked)}", "", *(str(means.get(name, "–")) for name in names)])
         text = columns(head, lines)
         if len(self) > most:

@@ -530,7 +530,7 @@ def test_table_has_a_line_a_member_a_group_and_the_mean_with_its_interval() -> N
     assert found.groups()["rate 0.2"]["test_accuracy"].mean == pytest.approx(np.mean(values[2:]))
     lines = found.table().splitlines()
     assert [line.split("  ")[1] for line in lines[1:5]] == [each.name for each in found]
-    assert lines[5].startswith("  mean of rate 0.1") and lines[-1].startswith("  mean of 4")
+    assert lines[5].startswith("  mean of rate 0.1") and lines[-1].startswith("  mean of rate 0.2")  # not of both
     assert found.rows()[1]["name"] == "0.1 1" and "4 finished" in repr(found)
     together = found.ensemble()
     with torch.no_grad():
