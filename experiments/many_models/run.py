@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--counts", type=count, nargs="+", metavar="K", help="training alone of so many models, by all sides")
     add("--repetitions", type=count, default=3, help="of every side, in turns (default %(default)s)")
     add("--busy", type=int, default=0, help="programs that compute beside all the time (default %(default)s)")
-    add("--quick", action="store_true", help="twenty times less data and a single epoch")
+    add("--quick", action="store_true", help="twenty times less data, one epoch: that it runs, no more")
     given = parser.parse_args(argv)
     if given.counts:
         if unknown := set(given.tasks or ()) - set(COUNTED):
