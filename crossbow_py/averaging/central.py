@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from crossbow_py.averaging.rule import AveragingRule, LearnerMomentum, RoundAveraging, Stage
+from crossbow_py.averaging.rule import AveragingRule, LearnerMomentum, OuterStep, RoundAveraging, Stage
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import check, setting
 
 RateScaling = Literal["none", "sqrt", "linear", "adascale"]
+_LEAST_FACTOR = 1e-6  # of the largest learning rate
 _POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 RATE_SCALING = (
     "multiply the learning rate by 1, √K or K, for K learners on all devices, or by AdaScale's gain, from 1 to K, as "
@@ -157,5 +158,12 @@ class OuterRule(PeriodicRule):
     )
 
     def round(self, stage: Stage) -> RoundAveraging | None:
-        """See AveragingRule. A single learner takes outer steps, too, unless they would lead to where it is."""
-        return self._round(stage) if (stage.num_learners > 1 or self.has_velocity) and self._averages(stage) else None
+        """See AveragingRule. A single learner takes outer steps, too, unless they would lead to where it is.
+
+        Where the rate is almost 0, z with a velocity becomes the learners' mean, or larger rates' would move it on.
+        """
+        if (stage.num_learners == 1 and not self.has_velocity) or not self._averages(stage):
+            return None
+        if self.has_velocity and (stage.factor < _LEAST_FACTOR or stage.learning_rate <= 0):
+            return OuterStep(learner_momentum=self.learner_momentum)
+        return self._round(stage)

@@ -6,7 +6,7 @@ With slow learning rate a and slow momentum β, every τ rounds::
     z   ← z − a·γ·u
     w_j ← z
 
-In the terms of `OuterStep`, v = −u. If γ is almost zero, u is undefined, and z becomes the learners' mean.
+In the terms of `OuterStep`, v = −u.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from typing import ClassVar
 from crossbow_py.averaging.central import OuterRule
 from crossbow_py.averaging.rule import OuterStep, Stage
 from crossbow_py.core.settings import setting
-
-_LEAST_FACTOR = 1e-6  # of the largest learning rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +32,6 @@ class SlowMo(OuterRule):
 
     def _round(self, stage: Stage) -> OuterStep:
         gamma = stage.learning_rate
-        if stage.factor < _LEAST_FACTOR or gamma <= 0:
-            return OuterStep(learner_momentum=self.learner_momentum)
         return OuterStep(
             decay=self.slow_momentum, intake=1 / gamma, along_velocity=self.slow_learning_rate * gamma, along_mean=0.0,
             pull=1.0, learner_momentum=self.learner_momentum,

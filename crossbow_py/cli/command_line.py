@@ -70,8 +70,8 @@ _REFUSALS = {
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 _SMALLER = (
-    "lower batch_size or num_learners, or end what else uses the device. python -m crossbow_py.estimate with the same "
-    "keys says what fits."
+    "lower batch_size, num_learners or max_learners, or end what else uses the device. python -m crossbow_py.estimate "
+    "with the same keys says what fits."
 )
 _LONGEST_LINE = 800
 _MANY = 20  # configurations

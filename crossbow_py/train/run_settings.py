@@ -100,8 +100,12 @@ class RunSettings(JobSettings):
         minimum=1,
         maximum=MOST_LEARNERS,
     )
-    min_learners: int = setting(1, "learners per device that num_learners=seesaw begins with", minimum=1)
-    max_learners: int = setting(8, "most learners that num_learners=auto or seesaw may take per device", minimum=1)
+    min_learners: int = setting(
+        1, "learners per device that num_learners=seesaw begins with", minimum=1, maximum=MOST_LEARNERS
+    )
+    max_learners: int = setting(
+        8, "most learners that num_learners=auto or seesaw may take per device", minimum=1, maximum=MOST_LEARNERS
+    )
     accumulate: int = setting(1, "batches of batch_size whose gradients are added for a learner's step", minimum=1)
     compile_model: bool = setting(
         False, "run learners' models through torch.compile first (serial, threads, streams); takes up to minutes"

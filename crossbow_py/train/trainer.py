@@ -36,7 +36,7 @@ from crossbow_py.train.evaluation.evaluator import Evaluation
 from crossbow_py.train.evaluation.new_data import Predicted, evaluate_on, predict
 from crossbow_py.train.loop.average_model import restart
 from crossbow_py.train.loop.rank_telemetry import RankTelemetry, node_name, ranks_beside
-from crossbow_py.train.loop.round_listener import AfterRound, HostTuning, LearnerSchedule
+from crossbow_py.train.loop.round_listener import AfterRound, HostTuning
 from crossbow_py.train.loop.training_loop import TrainingLoop
 from crossbow_py.train.run_folder.reporter import Reporter, Result
 from crossbow_py.train.run_settings import Choices, StopConditions
@@ -252,8 +252,6 @@ class Trainer:
         reporter = Reporter(listeners, meter, telemetry=telemetry)
         loop = TrainingLoop(run, stops, reporter, telemetry.exchange, self._told)
         loop.attach(HostTuning(run, reporter))
-        if run.settings.num_learners == "seesaw":
-            loop.attach(LearnerSchedule(run, loop.total_samples))
         if after_round is not None:
             loop.attach(AfterRound(after_round, run, loop.learners, reporter))
         return loop

@@ -383,7 +383,7 @@ class ReplicaBank:
 
     def restart(self, momentum: str, add: Add | None = None, nonfinite: Collection[int] = ()) -> None:
         """Set w_j ← z and z at rest. Optimizer state changes as `momentum` says, see `settle_state`."""
-        if self.is_single:
+        if self.is_single and self.velocity is None:
             return
         self.settle_state(momentum, add, nonfinite)
         for learner in range(self.num_learners):

@@ -84,8 +84,8 @@ def bring_up_to_date(bank: ReplicaBank, collective: Collective, without: Collect
 def _write_mean_difference(out: Rows, bank: ReplicaBank, collective: Collective, without: Collection[int]) -> None:
     """Write the mean over all devices' learners of w_j − z, 0 for those `without`, to the trained values of `out`."""
     z, mean, counted = bank.z.trained(), out.trained(), range(bank.num_learners)
-    if bank.replicas_identical and len(without) < bank.num_learners:
-        counted, without = range(1), ()  # is any of them
+    if bank.replicas_identical and (len(without) < bank.num_learners or not collective.is_alone):
+        counted, without = range(1), ()  # is any of them, also where only other devices had gradients
     torch._foreach_zero_(mean)
     for learner in counted:
         if learner not in without:

@@ -174,7 +174,7 @@ def identity(run: Run) -> dict[str, Any]:
             "sample_weights": None if run.data.sample_weights is None else _digest(run.data.sample_weights),
         },
         "model": run.bank.shapes,
-        **({"learners": [run.settings.min_learners, run.settings.max_learners]} if comes else {}),
+        **({"min_learners": run.settings.min_learners} if comes else {}),
         **({"adapter_scales": scales} if (scales := scales_of(run.bank.template)) else {}),
         "num_train_samples": run.num_samples,
     }

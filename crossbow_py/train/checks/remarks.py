@@ -8,13 +8,13 @@ from crossbow_py.averaging.stability import outer_margin
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.goodput import ROUNDS_UNKNOWN
 from crossbow_py.train.run import Run
-from crossbow_py.train.schedules import Constant
+from crossbow_py.train.schedules import Constant, seesaw_learners
 
 _SHORT = 4  # times as long as the gain is unknown: in shorter runs that is much of them
 
 
-def remarks_on_length(run: Run, total_samples: int | None) -> list[str]:
-    """Return warnings about settings that do not fit a run of that many samples; None if that is not known.
+def remarks_on_length(run: Run, total_samples: int | None, max_rounds: int | None = None) -> list[str]:
+    """Return warnings about settings that do not fit a run of that many samples and rounds; None if that is not known.
 
     Raises UserError if the rule needs to know it.
     """
@@ -25,15 +25,11 @@ def remarks_on_length(run: Run, total_samples: int | None) -> list[str]:
         )
     remark = None if total_samples is None else run.schedule.remark(total_samples / run.num_samples)
     rounds = math.inf if total_samples is None else -(-total_samples // run.samples_per_round)
+    rounds = min(rounds, max_rounds or math.inf)
     found = [remark] if remark else []
     if run.settings.num_learners == "seesaw":
-        fewest, most = run.settings.min_learners, run.settings.max_learners
-        times = f"K/{fewest}" if run.optimizer.noise_power == 1 else f"√(K/{fewest})"
-        found.append(
-            f"num_learners=seesaw stays at {fewest}, as schedule=constant never lowers the rate; set schedule=cosine."
-            if isinstance(run.schedule, Constant)
-            else f"Learners come as the rate falls, up to K = {most} per device, which multiply it by {times}."
-        )
+        found.append(_on_learners(run, total_samples))
+    found += _on_outer_rate(run)
     if (run.rule.has_velocity or not run.bank.is_single) and not run.tuning:
         found += _on_averaging(run, rounds)
     by_gain = run.rule.scales_by_gain or run.settings.count_effective_samples
@@ -45,20 +41,43 @@ def remarks_on_length(run: Run, total_samples: int | None) -> list[str]:
     return found
 
 
+def _on_learners(run: Run, total_samples: int | None) -> str:
+    """Say how many learners come by `num_learners=seesaw`; the most, if the end of the run is not known."""
+    fewest, most, lowest = run.settings.min_learners, run.settings.max_learners, 0.0
+    if total_samples is not None:
+        before_last = max(0, total_samples - run.samples_per_round)
+        lowest = run.schedule.warmed_up_factor(before_last, run.num_samples, total_samples)
+    last = fewest if isinstance(run.schedule, Constant) else seesaw_learners(lowest, fewest, most)
+    if last == fewest:
+        return (
+            f"num_learners=seesaw stays at {fewest}, as schedule={run.schedule.NAME} never halves the rate in this "
+            "run; set schedule=cosine."
+            if most > fewest
+            else f"num_learners=seesaw stays at {fewest}, as max_learners={most} allows no more; set a larger one."
+        )
+    times = f"K/{fewest}" if run.optimizer.noise_power == 1 else f"√(K/{fewest})"
+    return f"Learners come as the rate falls, up to K = {last} per device, which multiply it by {times}."
+
+
+def _on_outer_rate(run: Run) -> list[str]:
+    rule = run.rule
+    of = "slow" if hasattr(rule, "slow_learning_rate") else "outer"
+    outer_rate, margin = getattr(rule, f"{of}_learning_rate", 0.0), outer_margin(rule)
+    if not outer_rate or margin > 1:
+        return []
+    return [
+        f"averaging.{of}_learning_rate={outer_rate:g} is too large with averaging.{of}_momentum="
+        f"{getattr(rule, f'{of}_momentum'):g}: where learners settle between two outer steps, the average model "
+        f"diverges from {margin * outer_rate:.4g} on; take a smaller averaging.{of}_learning_rate."
+    ]
+
+
 def _on_averaging(run: Run, rounds: float) -> list[str]:
     rule, bank = run.rule, run.bank
     if rule.has_velocity and rule.averaging_period > rounds:
         return [
             f"averaging.averaging_period={rule.averaging_period} is longer than the run of {rounds} rounds, which has "
             "no outer step then; take a smaller one."
-        ]
-    of = "slow" if hasattr(rule, "slow_learning_rate") else "outer"
-    outer_rate, margin = getattr(rule, f"{of}_learning_rate", 0.0), outer_margin(rule)
-    if outer_rate and margin <= 1:
-        return [
-            f"averaging.{of}_learning_rate={outer_rate:g} is too large with averaging.{of}_momentum="
-            f"{getattr(rule, f'{of}_momentum'):g}: where learners settle between two outer steps, the average model "
-            f"diverges from {margin * outer_rate:.4g} on; take a smaller averaging.{of}_learning_rate."
         ]
     if bank.replicas_identical:
         size = rule.gradient_mean and rule.gradient_mean.group_size

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from crossbow_py.averaging import Stage
+from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.goodput import compares_in
 from crossbow_py.engine.rounds import Round
 from crossbow_py.engine.update.optimizers import for_learner
 from crossbow_py.train.run import Run
+from crossbow_py.train.schedules import seesaw_learners
 
 
 def batch_starts(run: Run, cursor: int) -> tuple[int, ...]:
@@ -24,6 +26,23 @@ def next_round(run: Run, total_samples: int | None) -> Round:
     is_last = total_samples is not None and run.progress + run.samples_per_round >= total_samples
     apart = state.apart(run.schedule.warmed_up_factor(*now))
     return plan_round(run, state.round_index, state.samples_seen, run.schedule.factor(*now), *apart, is_last)
+
+
+def seesaw_decision(run: Run, total_samples: int | None) -> Decision | None:
+    """Return the other number of learners that the next round is to have by `num_learners=seesaw`; None for the same.
+
+    Learners that differ, and z with a velocity, take more when they have just averaged, as their period would end here.
+    """
+    settings, state, now = run.settings, run.state, run.bank.num_learners
+    if settings.num_learners != "seesaw":
+        return None
+    factor = run.schedule.warmed_up_factor(run.progress, run.num_samples, total_samples)
+    count = seesaw_learners(factor, settings.min_learners, settings.max_learners)
+    averaged = run.bank.z_is_learner or state.apart_since == state.round_index
+    if count == now or (count > now and not averaged):
+        return None
+    said = f"{now} → {count} learners: the schedule has the rate at {factor:.2g} of its largest."
+    return Decision("grow" if count > now else "shrink", count, said, "seesaw")
 
 
 def plan_round(

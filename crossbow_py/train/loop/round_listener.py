@@ -13,7 +13,6 @@ from crossbow_py.train.loop.learners import Learners
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Reporter
 from crossbow_py.train.run_settings import MOST_LEARNERS
-from crossbow_py.train.schedules import seesaw_learners
 from crossbow_py.train.tuning.busy_cores import WINDOW_S
 
 
@@ -37,22 +36,6 @@ class RoundListener:
 
     def stop(self) -> None:
         """Called once, after the last round or an error."""
-
-
-class LearnerSchedule(RoundListener):
-    """Changes the number of learners as the learning rate falls, for `num_learners=seesaw`."""
-
-    def __init__(self, run: Run, total_samples: int | None) -> None:
-        self._run, self._total_samples = run, total_samples
-
-    def after_round(self, images: int) -> Decision | None:
-        run, settings, now = self._run, self._run.settings, self._run.bank.num_learners
-        factor = run.schedule.warmed_up_factor(run.progress, run.num_samples, self._total_samples)
-        count = seesaw_learners(factor, settings.min_learners, settings.max_learners)
-        if count == now:
-            return None
-        said = f"{now} → {count} learners: the schedule has lowered the rate to {factor:.2g} of its largest."
-        return changed(now, count, said, "seesaw")
 
 
 class HostTuning(RoundListener):
@@ -116,9 +99,4 @@ class AfterRound(RoundListener):
                 f"after_round may change the number of learners only with num_learners=auto, got {count} with "
                 f"num_learners={now}; set num_learners=auto, or return None."
             )
-        return changed(now, count)
-
-
-def changed(before: int, count: int, reason: str = "", source: str = "") -> Decision:
-    """Return the decision for another number of learners."""
-    return Decision("grow" if count > before else "shrink", count, reason, source)
+        return Decision("grow" if count > now else "shrink", count)

@@ -34,7 +34,7 @@ from crossbow_py.train.evaluation.current_models import current_models, model_sa
 from crossbow_py.train.evaluation.epoch_end import EpochEnd
 from crossbow_py.train.loop.average_model import check_z
 from crossbow_py.train.loop.learners import Learners, compare_alone
-from crossbow_py.train.loop.planning import batch_starts, compares_alone, next_round
+from crossbow_py.train.loop.planning import batch_starts, compares_alone, next_round, seesaw_decision
 from crossbow_py.train.loop.round_listener import RoundListener
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Reporter, Result, run_info
@@ -124,7 +124,8 @@ class TrainingLoop:
         self.state.returned_best = False
         with self.ranks.together():  # as a logger may not reach its server
             self.reporter.start(run_info(self._run, self._planned_samples), self.state.wall_s)
-        remarks = [each for each in remarks_on_length(self._run, self.total_samples) if each not in self._told]
+        remarks = remarks_on_length(self._run, self.total_samples, self.stops.max_rounds)
+        remarks = [each for each in remarks if each not in self._told]
         self._told.update(remarks)
         for message in [*messages, *remarks, *self._epochs.begin()]:
             self.reporter.message(message)
@@ -164,6 +165,8 @@ class TrainingLoop:
             if reason := self._end_reached():
                 self._check_trained(reason, first_round)
                 return "finished", reason
+            if (decision := seesaw_decision(self._run, self.total_samples)) is not None:
+                self._apply(decision)
             plan = next_round(self._run, self.total_samples)
             self._prepare(plan)
             self._finish(plan, counts=self.step(plan))

@@ -399,7 +399,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         resumed_from=run.resumed_from,
         trace_path=str(run.output_dir / TRACE_FILE) if run.output_dir and run.timeline else None,
         average_ema=run.rule.average_ema,
-        averaging_settings=averaging_settings(run.rule) if several else (),
+        averaging_settings=averaging_settings(run.rule, settings.num_learners == "seesaw") if several else (),
         several=several,
         has_accuracy=not (isinstance(run.data.train, tuple) and run.data.train[1].is_floating_point()),
         replicas_differ=run.rule.has_central_model and not run.bank.replicas_identical,
@@ -429,12 +429,12 @@ def hyper_parameters(run: Run) -> dict[str, bool | int | float | str]:
     return flat({**plain, **chosen, **names}) | flat({name: to_mapping(group) for name, group in run.groups.items()})
 
 
-def averaging_settings(rule: AveragingRule) -> tuple[str, ...]:
-    """Describe the rule's settings that are not its defaults, and how it scales the learning rate."""
+def averaging_settings(rule: AveragingRule, comes: bool) -> tuple[str, ...]:
+    """Describe the rule's settings that are not its defaults, and how it scales the rate; at first if learners come."""
     scaled = _SCALED.get(getattr(rule, "rate_scaling", ""))
     left_out = ("average_ema", "rate_scaling" if scaled else "")
     words = [f"{name}={written(value)}" for name, value in apart_from_defaults(rule).items() if name not in left_out]
-    return (*words, *([scaled] if scaled else []))
+    return (*words, *([f"{scaled} at first" if comes else scaled] if scaled else []))
 
 
 def epoch_record(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, SMA, AdamW, Trainer, UserError
-from crossbow_py.averaging import SynchronousSGD
+from crossbow_py.averaging import SNOO, AveragingRule, SynchronousSGD
 from crossbow_py.engine.update.optimizers import Optimizer, TorchOptimizer
 from crossbow_py.telemetry.events import RoundEnd
 from crossbow_py.train import build
@@ -20,6 +20,7 @@ from tests.support import linear_model
 from tests.trainers import Recorder, blobs, equal_states, image_trainer, make_trainer
 
 EPOCHS, SAMPLES, SIZE = 6, 40, 2
+BY_SGD = SGD(learning_rate=0.05, momentum=0.9)
 
 
 @pytest.mark.parametrize(
@@ -36,37 +37,48 @@ def test_learners_double_as_the_rate_halves(factor: float, fewest: int, most: in
 def seesaw(**options: Any) -> Trainer:
     defaults: dict[str, Any] = {
         "train_data": blobs(SAMPLES), "batch_size": SIZE, "num_learners": "seesaw", "max_learners": 4,
-        "schedule": Cosine(), "averaging": SynchronousSGD(), "optimizer": SGD(learning_rate=0.05, momentum=0.9),
+        "schedule": Cosine(), "averaging": SynchronousSGD(), "optimizer": BY_SGD,
     }  # fmt: skip
     return make_trainer(**{**defaults, **options})
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 @pytest.mark.parametrize(
-    ("optimizer", "reference", "power"),
+    ("optimizer", "reference", "power", "rule"),
     [
-        (SGD(learning_rate=0.05, momentum=0.9), lambda own: torch.optim.SGD(own, lr=0.05, momentum=0.9), 1.0),
-        (AdamW(learning_rate=0.01, weight_decay=0.0), lambda own: torch.optim.AdamW(own, lr=0.01, weight_decay=0), 0.5),
+        (BY_SGD, lambda own: torch.optim.SGD(own, lr=0.05, momentum=0.9), 1.0, SynchronousSGD()),
+        (BY_SGD, lambda own: torch.optim.SGD(own, lr=0.05, momentum=0.9), 1.0, SNOO(averaging_period=4)),
+        (AdamW(learning_rate=0.01, weight_decay=0.0), lambda own: torch.optim.AdamW(own, lr=0.01, weight_decay=0), 0.5,
+         SynchronousSGD()),
     ],
-)
+)  # fmt: skip
 def test_run_is_that_of_one_model_whose_batch_grows_and_whose_rate_falls_less(
-    optimizer: Optimizer, reference: Any, power: float, executor: str
+    optimizer: Optimizer, reference: Any, power: float, rule: AveragingRule, executor: str
 ) -> None:
-    trainer, ends = seesaw(optimizer=optimizer, executor=executor), list[RoundEnd]()
+    """Also between outer steps, after which alone learners come, so that none of a period is lost."""
+    trainer, ends = seesaw(optimizer=optimizer, executor=executor, averaging=rule), list[RoundEnd]()
     # The order of samples is the run's own; all else here is PyTorch's.
     stream = [trainer.run.train_feed.batch(start) for start in range(0, EPOCHS * SAMPLES, SIZE)]
     inputs, targets = (torch.cat([getattr(each, name) for each in stream]).clone() for name in ("inputs", "targets"))
     model, seen, counts = linear_model().float(), 0, []
-    plain = reference(model.parameters())
+    plain, z = reference(model.parameters()), [own.detach().clone() for own in model.parameters()]
+    momenta = [torch.zeros_like(own) for own in z]
     while seen < EPOCHS * SAMPLES:
         factor = trainer.run.schedule.factor(seen, SAMPLES, EPOCHS * SAMPLES)
-        counts.append(next(k for k, least in ((1, 0.5), (2, 0.25), (4, 0.0)) if factor > 1.0005 * least))
+        due = next(k for k, least in ((1, 0.5), (2, 0.25), (4, 0.0)) if factor > 1.0005 * least)
+        counts.append(counts[-1] if len(counts) % rule.averaging_period else due)
         own = slice(seen, seen + counts[-1] * SIZE)
         plain.param_groups[0]["lr"] = optimizer.learning_rate * factor * counts[-1] ** power
         plain.zero_grad()
         nn.functional.cross_entropy(model(inputs[own]), targets[own]).backward()
         plain.step()
         seen += counts[-1] * SIZE
+        if isinstance(rule, SNOO) and len(counts) % rule.averaging_period == 0:
+            for w, mean, momentum in zip(model.parameters(), z, momenta, strict=True):
+                delta = mean - w.detach()
+                momentum.mul_(rule.outer_momentum).add_(delta)
+                mean.sub_(rule.outer_learning_rate * (delta + rule.outer_momentum * momentum))
+                w.data.copy_(mean)
     result = trainer.fit(max_epochs=EPOCHS, after_round=ends.append)
     assert [end.images // SIZE for end in ends] == counts
     assert {1, 2, 4} == set(counts)
@@ -105,8 +117,8 @@ def test_learners_of_models_that_are_averaged_begin_from_the_average() -> None:
 
 def test_resumed_run_goes_on_with_its_learners_to_the_same_bits(tmp_path: Path) -> None:
     def run(name: str, **options: Any) -> Trainer:
-        own = {"num_learners": "seesaw", "max_learners": 4, "schedule": Cosine(epochs=4), "averaging": "snoo"}
-        return image_trainer(output_dir=tmp_path / name, **own, **options)
+        own = {"num_learners": "seesaw", "max_learners": 4, "schedule": Cosine(epochs=4)}
+        return image_trainer(output_dir=tmp_path / name, averaging=SNOO(averaging_period=3), **own, **options)
 
     whole = run("whole").fit(max_epochs=4)
     run("parts").fit(max_epochs=3)
@@ -132,13 +144,30 @@ def test_what_learners_that_come_do_not_go_with_is_refused(options: dict[str, An
         _ = seesaw(**options).run
 
 
-def test_rate_that_never_falls_is_remarked_on() -> None:
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schedule": Constant()}, "stays at 1, as schedule=constant never halves the rate in this run; set"),
+        ({"schedule": Cosine(final_factor=0.6)}, "stays at 1, as schedule=cosine never halves the rate in this run"),
+        ({"max_learners": 1}, "stays at 1, as max_learners=1 allows no more"),
+        ({"schedule": Cosine(final_factor=0.3), "max_learners": 9}, "up to K = 2 per device"),
+    ],
+)
+def test_how_many_learners_come_is_said(options: dict[str, Any], said: str) -> None:
     recorder = Recorder()
-    seesaw(schedule=Constant(), callbacks=[recorder]).fit(max_epochs=1)
-    assert any("schedule=constant never lowers the rate" in said for said in recorder.of("message"))
+    seesaw(callbacks=[recorder], **options).fit(max_epochs=1)
+    assert any(said in message for message in recorder.of("message"))
 
 
-def test_resume_with_other_learners_to_come_is_refused(tmp_path: Path) -> None:
-    seesaw(output_dir=tmp_path).fit(max_epochs=1)
-    with pytest.raises(UserError, match=r"is of another run \(learners: \[1,4\] → \[1,8\]\)"):
-        _ = seesaw(output_dir=tmp_path, resume="auto", max_learners=8).run
+def test_extended_run_goes_on_with_the_learners_of_its_rate(tmp_path: Path) -> None:
+    """No learners come after the last round either, where the rate is 0: they might not fit in memory, for nothing."""
+    ends: list[RoundEnd] = []
+    first = seesaw(output_dir=tmp_path, max_learners=1000)
+    first.fit(max_epochs=2, after_round=ends.append)
+    assert first.run.bank.num_learners == ends[-1].num_learners < 1000
+    ends.clear()
+    more = seesaw(output_dir=tmp_path, resume="auto", max_learners=2)  # a new bound, as of memory
+    more.fit(max_epochs=20, after_round=ends.append)
+    assert ends[0].num_learners == 1 and {1, 2} == {end.num_learners for end in ends}
+    with pytest.raises(UserError, match=r"is of another run \(min_learners: 1 → 2\)"):
+        _ = seesaw(output_dir=tmp_path, resume="auto", min_learners=2).run
