@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from crossbow_py import SGD, SMA, CheckpointSettings, Independent
-from crossbow_py.averaging import DiLoCo, GroupedSMA, LocalSGD, SynchronousSGD
+from crossbow_py.averaging import SNOO, DiLoCo, GroupedSMA, LocalSGD, SynchronousSGD
 from crossbow_py.cli.configuration import compose
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.telemetry.records import read_metrics, read_summary
@@ -244,6 +244,18 @@ def test_learner_gone_non_finite_on_one_rank_is_reseeded_and_all_go_on(tmp_path,
         assert np.isfinite([*each.learners, each.z]).all()
         expected = f"Learner {num_learners} went non-finite in round 5 and was reseeded from the average model."
         assert expected in each.messages
+
+
+@pytest.mark.slow
+def test_rank_whose_only_learner_is_lost_has_the_step_of_the_others_in_the_outer_step():
+    options = {**with_a_nan_at(5 * 8 + 5), "num_learners": 1, "on_nonfinite": "reseed"}
+    still = SNOO(averaging_period=1, outer_learning_rate=1.0, outer_momentum=0.0)
+    outer, plain = (
+        results(rank_jobs.train, 2, {**options, "averaging": rule}, {"max_epochs": 1})
+        for rule in (still, SynchronousSGD())
+    )
+    assert outer[0].num_reseeded == 1
+    np.testing.assert_allclose(outer[0].z, plain[0].z, rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -282,8 +282,11 @@ def test_quadratic_rule_averages_less_often_as_the_rate_falls() -> None:
     assert (pulls.round(last), rule.round(last)) == (pulls.linear_round(4), None)
 
 
-def test_slow_momentum_at_no_learning_rate_is_the_plain_mean() -> None:
-    assert SlowMo(averaging_period=1).round(Stage(0, 2, learning_rate=0.0, factor=0.0)) == OuterStep()
+@pytest.mark.parametrize("rule", [SlowMo(averaging_period=1), DiLoCo(averaging_period=1), SNOO(averaging_period=1)])
+def test_outer_momentum_at_no_learning_rate_moves_z_no_further(rule: AveragingRule) -> None:
+    for count in (1, 2):
+        assert rule.round(Stage(0, count, learning_rate=0.0, factor=0.0)) == OuterStep()
+    assert PAPA(averaging_period=1).round(Stage(0, 2, learning_rate=0.0, factor=0.0)) == OuterStep(pull=0.0)
 
 
 @pytest.mark.parametrize(("scaling", "expected"), [("none", 1.0), ("sqrt", 4.0), ("linear", 16.0)])

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from crossbow_py import SGD, SMA, Independent, Trainer
-from crossbow_py.averaging import PAPA, DiLoCo, Elastic, GroupedSMA, LocalSGD, OuterStep, SlowMo, Stage
+from crossbow_py.averaging import PAPA, SNOO, DiLoCo, Elastic, GroupedSMA, LocalSGD, OuterStep, SlowMo, Stage
 from crossbow_py.core.errors import UserError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.update.outer_step import mean_of_learners, take_outer_step
 from crossbow_py.schedules import Constant, Cosine, MultiStep
+from crossbow_py.train.checks.remarks import remarks_on_length
 from crossbow_py.train.loop.average_model import spread
 from crossbow_py.train.run_folder.reporter import Result
 from tests.trainers import Recorder, blobs, make_trainer
@@ -189,6 +190,23 @@ def test_restart_of_independent_learners_is_refused() -> None:
     with pytest.raises(UserError, match="independent learners lack"):
         trainer.restart()
     assert all(torch.equal(one, other) for one, other in zip(weights(trainer), before, strict=True))
+
+
+def test_restart_brings_the_outer_momentum_of_one_learner_to_rest() -> None:
+    trainer = make_trainer(num_learners=1, averaging=SNOO(averaging_period=2))
+    trainer.fit(max_rounds=3)
+    bank = trainer.run.bank
+    assert bank.velocity is not None and bank.velocity.storage.any()
+    trainer.restart()
+    assert not bank.velocity.storage.any() and torch.equal(bank.z_prev.storage, bank.z.storage)
+
+
+def test_remarks_count_rounds_by_their_limit_and_do_not_wait_for_the_auto_tuner() -> None:
+    short = make_trainer(num_learners=1, averaging=SNOO(averaging_period=11)).run
+    assert ["longer than the run of 10 rounds" in said for said in remarks_on_length(short, None, 10)] == [True]
+    assert not remarks_on_length(short, None, 11)
+    auto = make_trainer(num_learners="auto", averaging=DiLoCo(outer_learning_rate=2)).run
+    assert "diverges from 1.357 on" in remarks_on_length(auto, 10_000)[0]
 
 
 @pytest.mark.parametrize(
