@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from crossbow_py.averaging.stability import check_settles, most_stable_learners
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.files import given_path
+from crossbow_py.core.host import LoadSnapshot
 from crossbow_py.core.trees import values_per_sample
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
@@ -56,7 +57,7 @@ from crossbow_py.train.run import DataSets, Run
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.train_state import TrainState
 from crossbow_py.train.tuning.busy_cores import busy_cores
-from crossbow_py.train.tuning.executor_choice import choose_executor, new_bank
+from crossbow_py.train.tuning.executor_choice import choose_executor, executor_for, new_bank
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning, learner_bound
 from crossbow_py.train.tuning.worker_autotuner import first_workers, worker_autotuner
 
@@ -82,7 +83,7 @@ class RunBuilder:
     ) -> None:
         self.arguments, self.settings, self.ranks = arguments, arguments.settings, arguments.ranks
         self.optimizer, _, self.rule = arguments.rules
-        self.choices, self.announce = choices, announce
+        self.choices, self.announce, self._load = choices, announce, LoadSnapshot.take()
         self.output_dir, self.resumed_from, self.timeline = output_dir, resumed_from, timeline
         self.metrics: Mapping[str, Metric] = arguments.metrics or {}
         given = arguments.init_from
@@ -151,7 +152,10 @@ class RunBuilder:
             ],
             tokens_per_sample=evaluator.tokens_per_sample(train_feed), tuning=tuning, state=TrainState(noise=noise),
             worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
-            busy_cores=busy_cores(choices.executor, device.type, ranks.num_local == 1 and not train_feed.STREAMS),
+            busy_cores=busy_cores(
+                executor_for(settings.first_learners, settings, choices, ranks.num_ranks), device.type,
+                ranks.num_local == 1 and not train_feed.STREAMS, self._load,
+            ),
         )  # fmt: skip
 
     def _tuning(self, fitting: int, num_devices: int) -> tuple[LearnerTuning | None, NoiseScale | None, list[str]]:

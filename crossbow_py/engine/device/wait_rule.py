@@ -27,7 +27,7 @@ _FEWEST = 2  # windows with the current number of learners, which the auto-tuner
 _COLLAPSE = 0.5
 _GAIN = 1.25  # times the throughput of spinning threads, from which sleeping is kept
 _LOSS = 0.95  # times the throughput of sleeping threads, from which spinning is kept
-_HELD_CORES = 0.5
+HELD_CORES = 0.5
 _FREE_CORES = 0.25
 _MAX_BACK_OFF = 8
 _ANYWAY = 64  # times the wait before a trial, after which sleeping threads try to spin in any case
@@ -110,7 +110,7 @@ def _is_due(state: WaitState) -> bool:
         return state.waited >= (patience if free else _ANYWAY * patience)
     if all(rate < _COLLAPSE * state.best for rate in _rates(state)):
         return True
-    return known and min(others) >= _HELD_CORES and state.waited >= patience
+    return known and min(others) >= HELD_CORES and state.waited >= patience
 
 
 def _judge(state: WaitState) -> tuple[WaitState, str]:

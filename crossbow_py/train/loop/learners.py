@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
-from crossbow_py.engine.executors import EXECUTORS, Executor, on_all_cores
+from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.rounds import Round, RoundTasks, smoothing_rows, take_all
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.engine.update.outer_step import take_outer_step
@@ -15,6 +15,7 @@ from crossbow_py.train.loop.average_model import bring_up_to_date, restart
 from crossbow_py.train.loop.out_of_memory import OutOfMemory
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Reporter
+from crossbow_py.train.tuning.executor_choice import executor_for
 
 
 class Learners:
@@ -170,9 +171,7 @@ class Learners:
 
 def new_executor(run: Run) -> Executor:
     """Return a new executor over the bank. It may start threads: close it."""
-    name, comes = run.choices.executor, run.settings.num_learners == "seesaw"
-    if comes and run.settings.executor == "auto" and run.ranks.num_ranks == 1:  # it was chosen for the most learners
-        name = on_all_cores(name, run.bank.num_learners)
+    name = executor_for(run.bank.num_learners, run.settings, run.choices, run.ranks.num_ranks)
     executor = EXECUTORS[name](round_tasks(run))
     if run.timeline is not None:
         executor.trace(run.timeline)

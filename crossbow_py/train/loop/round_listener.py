@@ -51,6 +51,8 @@ class HostTuning(RoundListener):
     def start(self) -> None:
         if self._run.worker_autotuner:
             self._run.worker_autotuner.start()
+        if self._run.busy_cores and (said := self._run.busy_cores.start()):
+            self._reporter.message(said)
 
     def after_round(self, images: int) -> Decision | None:
         run, elapsed_s, waited_s = self._run, self._meter.elapsed_s, self._meter.waited_s

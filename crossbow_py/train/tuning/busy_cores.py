@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from crossbow_py.core.host import LoadSnapshot, foreign_share, usable_core_ids
 from crossbow_py.engine.device.host import SleepingThreads, threads_spin
-from crossbow_py.engine.device.wait_rule import WaitState, Window, observe
-from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.engine.device.wait_rule import HELD_CORES, WaitState, Window, observe
+from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 
 WINDOW_S = 0.3
+_LOOK_S = 0.1  # in which the kernel's clock ticks often enough to tell the load
 
 
 class BusyCores:
@@ -18,15 +21,32 @@ class BusyCores:
     Args:
         sleep: makes threads sleep while they wait for each other, from `start` to `stop`.
         take_load: takes the load of this host; None if other processes on it are part of the run.
+        since: an earlier load, from which on `start` looks at it; by default that of now.
     """
 
     def __init__(
-        self, sleep: SleepingThreads, take_load: Callable[[], LoadSnapshot] | None = LoadSnapshot.take
+        self,
+        sleep: SleepingThreads,
+        take_load: Callable[[], LoadSnapshot] | None = LoadSnapshot.take,
+        since: LoadSnapshot | None = None,
     ) -> None:
         self.state = WaitState()
         self._sleep, self._take_load = sleep, take_load
+        self._since = since or self._load()
         self._begun: tuple[float, LoadSnapshot | None] | None = None
         self._images = 0
+
+    def start(self) -> str:
+        """Have threads sleep from the beginning if other programs hold cores. Returns a message, or an empty one."""
+        before, load = self._since, self._load()
+        if before is None or load is None or load.wall_s - before.wall_s < _LOOK_S:
+            return ""
+        others = (foreign_share(before, load) or 0.0) * load.cores
+        if others < HELD_CORES:
+            return ""
+        self.state = WaitState(sleeps=True)
+        self._sleep.start()
+        return f"Other programs hold {others:.1f} of {load.cores} cores: threads sleep while they wait for each other."
 
     def after_round(self, images: int, num_learners: int, training_s: float) -> str:
         """Count a round of `images` that is over at `training_s`, without pauses and waiting for data.
@@ -64,13 +84,29 @@ class BusyCores:
         """Restore torch's threads; the next round begins anew."""
         self._sleep.stop()
         self.begin_anew()
-        self.state = WaitState()
+        self.state, self._since = WaitState(), self._load()
 
     def _load(self) -> LoadSnapshot | None:
         return None if self._take_load is None else self._take_load()
 
 
-def busy_cores(executor: str, device_type: str, is_alone: bool = True) -> BusyCores | None:
+@contextmanager
+def sleeping_where_busy(device_type: str) -> Iterator[None]:
+    """Have threads sleep while they wait for each other during the block, if other programs hold cores before it."""
+    watch = busy_cores(SerialExecutor.NAME, device_type)
+    if watch is not None:
+        time.sleep(_LOOK_S)
+        watch.start()
+    try:
+        yield
+    finally:
+        if watch is not None:
+            watch.stop()
+
+
+def busy_cores(
+    executor: str, device_type: str, is_alone: bool = True, since: LoadSnapshot | None = None
+) -> BusyCores | None:
     """Return a `BusyCores` for a run with this executor; None if no threads wait by spinning.
 
     `is_alone` is whether the run has no other processes on this host, ranks or data workers. If it has, the load does
@@ -79,4 +115,4 @@ def busy_cores(executor: str, device_type: str, is_alone: bool = True) -> BusyCo
     num_cores = len(usable_core_ids())
     if device_type != "cpu" or not EXECUTORS[executor].SPLITS_OPERATORS or not threads_spin(num_cores):
         return None
-    return BusyCores(SleepingThreads(num_cores), LoadSnapshot.take if is_alone else None)
+    return BusyCores(SleepingThreads(num_cores), LoadSnapshot.take if is_alone else None, since)

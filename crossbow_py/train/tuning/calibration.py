@@ -28,6 +28,7 @@ from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.rounds import Round
 from crossbow_py.engine.trust import not_used
+from crossbow_py.train.tuning.busy_cores import sleeping_where_busy
 
 _BUDGET_S = 30.0  # spent where rounds take a second
 _QUICK_S = 5.0  # spent where they are short, of which training may have few
@@ -226,8 +227,9 @@ def calibrate(
     late: list[Key] = []
     warm_up = _WarmUp(device)
     cores = torch.get_num_threads() if device.type == "cpu" else 1
+    asleep = sleeping_where_busy(device.type) if effort.is_alone else contextlib.nullcontext()
     # A run must not depend on whether its executor was remembered.
-    with kept_generators(device), quick_collections():
+    with kept_generators(device), quick_collections(), asleep:
         for number, candidate in enumerate(candidates, start=1):
             key = candidate.executor, candidate.num_learners
             if key in rates or _is_refused(key, refused) or _is_skipped(candidate, rates, cores):

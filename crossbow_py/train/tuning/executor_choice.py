@@ -19,7 +19,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
-from crossbow_py.engine.executors import EXECUTORS, Executor, candidates, has_one_row
+from crossbow_py.engine.executors import EXECUTORS, Executor, candidates, has_one_row, on_all_cores
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.fusion.fused_agreement import Comparison, require_agreement
 from crossbow_py.engine.fusion.writes import FusionError
@@ -98,6 +98,12 @@ def choose_executor(
     sentence = _kept(found, known, key) if found.is_lasting else found.sentence
     chosen = dataclasses.replace(choices, executor=found.executor, executor_choice_s=found.seconds)
     return chosen, [sentence, *found.notes]
+
+
+def executor_for(num_learners: int, settings: RunSettings, choices: Choices, num_ranks: int) -> str:
+    """Return the executor of so many learners: that of the run, or, as it was chosen for all that come, another."""
+    comes = settings.num_learners == "seesaw" and settings.executor == "auto" and num_ranks == 1
+    return on_all_cores(choices.executor, num_learners) if comes else choices.executor
 
 
 def _comparison(like: Comparison, update: TorchUpdate, executor: str) -> Comparison:

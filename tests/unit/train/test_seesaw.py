@@ -98,10 +98,12 @@ def test_few_learners_do_not_leave_cores_idle_by_the_executor_that_is_fastest_fo
         assert trainer._loop is not None
         used.add((end.num_learners, trainer._loop.learners.executor.NAME))
 
+    monkeypatch.setattr("crossbow_py.train.tuning.busy_cores.usable_core_ids", lambda: set(range(4)))
     torch.set_num_threads(4)
     try:
         for asked, few in (("auto", alone), (chosen, chosen)):
             trainer = seesaw(executor=asked)
+            assert (trainer.run.busy_cores is not None) == (asked == "auto")  # whose threads wait for each other
             trainer.fit(max_epochs=EPOCHS, after_round=note)
             assert used == {(1, few), (2, few), (4, chosen)}
             used.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.telemetry.events import RoundEnd
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train import trainer as trainer_module
-from crossbow_py.train.tuning.busy_cores import BusyCores, busy_cores
+from crossbow_py.train.tuning import busy_cores as busy_cores_module
+from crossbow_py.train.tuning.busy_cores import BusyCores, busy_cores, sleeping_where_busy
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests.trainers import Recorder, change_run, make_trainer
 
@@ -105,6 +107,42 @@ def test_run_whose_throughput_collapses_has_threads_sleep_and_spin_again_when_th
         "Threads spin again while they wait for each other, as they do where cores are free: 8 images/s, 8 before.",
     ]
     assert machine.told == ["sleep 11", "spin 21", "spin 40"]
+
+
+def test_run_that_begins_on_busy_cores_sleeps_from_its_first_round(monkeypatch):
+    machine = Machine(changes=(0, 20))
+    watch = BusyCores(machine, machine.load)
+    machine.now_s, machine.busy_s = 5.0, 10.0  # what building the run took
+    recorder = Recorder()
+    trainer = make_trainer(callbacks=[recorder])
+    change_run(trainer, busy_cores=watch)
+    train(trainer, machine, monkeypatch, 40)
+    assert [message for message in recorder.of("message") if "hreads" in message] == [
+        "Other programs hold 1.0 of 2 cores: threads sleep while they wait for each other.",
+        "Threads spin again while they wait for each other, as they do where cores are free: 8 images/s, 8 before.",
+    ]
+    assert machine.told[0] == "sleep 0" and machine.told[-2] != "sleep 0"
+
+
+def test_load_that_was_seen_too_shortly_is_not_gone_by(monkeypatch):
+    machine = Machine(changes=(0,))
+    watch = BusyCores(machine, machine.load)
+    machine.now_s, machine.busy_s = 0.05, 0.1
+    assert not watch.start() and not machine.told
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_executors_are_measured_with_threads_that_wait_as_they_will_in_training(monkeypatch):
+    machine = Machine()
+    monkeypatch.setattr(busy_cores_module, "usable_core_ids", lambda: {0, 1})
+    monkeypatch.setattr(busy_cores_module, "SleepingThreads", lambda cores: machine)
+    for others, told in ((1.0, ["sleep 0", "spin 0"]), (0.1, ["spin 0"])):
+        loads = [LoadSnapshot(0.0, 0.0, 0.0, 2), LoadSnapshot(1.0, 0.0, others, 2), LoadSnapshot(2.0, 0.0, 0.0, 2)]
+        monkeypatch.setattr(LoadSnapshot, "take", partial(loads.pop, 0))
+        with sleeping_where_busy("cpu"):
+            pass
+        assert machine.told == told
+        machine.told.clear()
 
 
 def test_run_that_waits_for_data_is_not_taken_for_one_on_busy_cores(monkeypatch):
