@@ -347,7 +347,9 @@ def sweep_lines(folders: Mapping[Path, str]) -> list[str]:
     for index, (label, own) in enumerate(groups.items()):
         cells = (means[name][index] if name in means else "" for name, _ in shown)
         rows.append([f"mean of {label}" if label != "all" else f"mean of {len(own)}", *cells])
-    return ["", *columns(["run", *(name for name, _ in shown)], rows), "", _report_line([each for each, _ in ended])]
+    table = columns(["run", *(name for name, _ in shown)], rows)
+    said = ["± is a 95 % confidence interval over seeds."] if "±" in "".join(table) else []
+    return ["", *table, "", *said, _report_line([each for each, _ in ended])]
 
 
 def _swept(name: str) -> dict[str, str]:

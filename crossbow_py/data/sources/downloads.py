@@ -69,7 +69,10 @@ def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, prog
         UserError: downloads are not allowed, every address failed, or pooch is missing; says where to put the file.
     """
     looked = " or ".join(map(_described, folders))
-    remedy = f"put {wanted.path} into {folders[0]} yourself, or set data.root to the folder that holds it"
+    remedy = (
+        f"put {wanted.path} into {folders[0]} yourself, or set data.root, or CROSSBOW_DATA_DIR, to the folder that "
+        "holds it"
+    )
     if not allowed:
         raise UserError(f"{wanted.path} is not in {looked} and data.download is false; set it to true, or {remedy}.")
     target = next((folder for folder in folders if _writable(folder)), None)

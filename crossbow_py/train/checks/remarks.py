@@ -55,8 +55,12 @@ def _on_learners(run: Run, total_samples: int | None) -> str:
             if most > fewest
             else f"num_learners=seesaw stays at {fewest}, as max_learners={most} allows no more; set a larger one."
         )
-    times = f"K/{fewest}" if run.optimizer.noise_power == 1 else f"√(K/{fewest})"
-    return f"Learners come as the rate falls, up to K = {last} per device, which multiply it by {times}."
+    times = "K" if fewest == 1 else f"K/{fewest}"
+    times = times if run.optimizer.noise_power == 1 else f"√({times})" if fewest > 1 else "√K"
+    return (
+        f"Learners come as the schedule lowers the rate, up to K = {last} per device; the rate of K learners is the "
+        f"schedule's times {times}."
+    )
 
 
 def _on_outer_rate(run: Run) -> list[str]:

@@ -41,7 +41,7 @@ def seesaw_decision(run: Run, total_samples: int | None) -> Decision | None:
     averaged = run.bank.z_is_learner or state.apart_since == state.round_index
     if count == now or (count > now and not averaged):
         return None
-    said = f"{now} → {count} learners: the schedule has the rate at {factor:.2g} of its largest."
+    said = f"{now} → {count} learners: the schedule has the rate at {factor:.3g} of its largest."
     return Decision("grow" if count > now else "shrink", count, said, "seesaw")
 
 

@@ -142,7 +142,7 @@ class Calibration:
         """Return the executors that could not be measured with at least `fewest` learners, and why."""
         measured = {name for name, count in self.images_per_s if count >= fewest}
         late = {
-            name: f"measuring it with {count} learners takes too long" for name, count in self.late if count >= fewest
+            name: f"measuring with {count} learners takes too long" for name, count in self.late if count >= fewest
         }
         refused = {
             name: refusal.reason.rstrip(".")
@@ -166,7 +166,7 @@ class Calibration:
             by_reason.setdefault(reason, []).append(name)
         return (
             *(
-                not_used(f"Executor{'s' * (len(names) > 1)} {' and '.join(names)}", reason)
+                not_used(f"Executor{'s' * (len(names) > 1)} {', '.join(names)}", reason)
                 for reason, names in by_reason.items()
             ),
             *self.disturbed_notes,

@@ -80,7 +80,7 @@ def test_seeds_of_a_sweep_have_a_line_with_their_mean(tmp_path: Path) -> None:
 def test_sweep_of_more_runs_than_a_report_compares_says_how_to_choose(tmp_path: Path) -> None:
     folders = [ended(tmp_path / f"seed={seed}", test_accuracy=0.5) for seed in range(13)]
     lines = sweep_lines({folder: folder.name for folder in folders})
-    assert len(lines) == 1 + 1 + 13 + 1 + 1 + 1
+    assert len(lines) == 1 + 1 + 13 + 1 + 1 + 1 + 1 and lines[-2] == "± is a 95 % confidence interval over seeds."
     assert lines[-1] == f"compare up to 12 of them: python -m crossbow_py.report {folders[0]} {folders[1]}"
 
 

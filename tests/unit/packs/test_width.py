@@ -234,7 +234,7 @@ MEMORY = Refusal("CUDA out of memory.", is_passing=True)
         ),
         (
             {"late": (("fused", 16), ("fused", 8))},
-            "no packs of them could be measured (executor fused: measuring it with 8 learners takes too long)",
+            "no packs of them could be measured (executor fused: measuring with 8 learners takes too long)",
             2,
         ),
     ],
@@ -268,7 +268,7 @@ def test_executor_that_runs_no_packs_is_named_with_the_reason(asked: Asked) -> N
     assert (width.size, width.executor(2)) == (2, "threads")
     assert notes == [
         "Executor fused_threads runs no packs of linear with batches of 4: "
-        "measuring it with 16 learners takes too long.",
+        "measuring with 16 learners takes too long.",
         "Executor fused runs no packs of linear with batches of 4: CUDA out of memory.",
     ]
     measure(32)

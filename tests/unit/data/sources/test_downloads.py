@@ -116,8 +116,8 @@ def test_download_without_a_network_says_what_where_and_what_to_do(tmp_path: Pat
     message, missing = str(caught.value), "(which does not exist)"
     assert message == (
         f"set/file.gz is not in {root} {missing} or {cache} {missing} and could not be downloaded from {closed_url} "
-        f"(ConnectionError); without a network, put set/file.gz into {root} yourself, or set data.root "
-        "to the folder that holds it."
+        f"(ConnectionError); without a network, put set/file.gz into {root} yourself, or set data.root, "
+        "or CROSSBOW_DATA_DIR, to the folder that holds it."
     )
 
 

@@ -140,7 +140,7 @@ def test_calibration_leaves_out_what_would_take_too_long(clock):
     found = calibrate(sides, 1, CPU, Effort(8.0))
     # Serial took 6 of 8 seconds for 1 image/s; twice a round of 4 images would take 8 more.
     assert (found.executor, list(found.images_per_s), clock.now) == ("serial", [("serial", 2)], 6.0)
-    assert found.notes == ("Executor fused is not used: measuring it with 4 learners takes too long.",)
+    assert found.notes == ("Executor fused is not used: measuring with 4 learners takes too long.",)
 
 
 @pytest.mark.slow
