@@ -160,7 +160,8 @@ class OuterRule(PeriodicRule):
     def round(self, stage: Stage) -> RoundAveraging | None:
         """See AveragingRule. A single learner takes outer steps, too, unless they would lead to where it is.
 
-        Where the rate is almost 0, z with a velocity becomes the learners' mean, or larger rates' would move it on.
+        Where the rate is almost 0, z becomes the learners' mean and comes to rest: the velocity of earlier rates would
+        still move it.
         """
         if (stage.num_learners == 1 and not self.has_velocity) or not self._averages(stage):
             return None

@@ -254,7 +254,7 @@ def _averaging(runs: Sequence[RunRecord]) -> Figure | None:
     drawn = [_draw(spread, run.by_epoch("spread"), index, run.name) for index, run in apart]
     for index, run in apart:
         _draw(correction, run.by_epoch("correction_norm"), index, None)
-    labels = ["spread, share of |z|", "|step of z|"]
+    labels = ["spread, share of |z|", "|step of z|, no momentum"]
     return _finished(figure, [spread, correction], _SAMPLES, labels) if any(drawn) else None
 
 

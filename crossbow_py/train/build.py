@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from crossbow_py.averaging.stability import check_settles, most_stable_learners
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.files import given_path
-from crossbow_py.core.host import LoadSnapshot
 from crossbow_py.core.trees import values_per_sample
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
@@ -83,7 +82,7 @@ class RunBuilder:
     ) -> None:
         self.arguments, self.settings, self.ranks = arguments, arguments.settings, arguments.ranks
         self.optimizer, _, self.rule = arguments.rules
-        self.choices, self.announce, self._load = choices, announce, LoadSnapshot.take()
+        self.choices, self.announce = choices, announce
         self.output_dir, self.resumed_from, self.timeline = output_dir, resumed_from, timeline
         self.metrics: Mapping[str, Metric] = arguments.metrics or {}
         given = arguments.init_from
@@ -154,7 +153,7 @@ class RunBuilder:
             worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
             busy_cores=busy_cores(
                 executor_for(settings.first_learners, settings, choices, ranks.num_ranks), device.type,
-                ranks.num_local == 1 and not train_feed.STREAMS, self._load,
+                ranks.num_local == 1 and not train_feed.STREAMS,
             ),
         )  # fmt: skip
 

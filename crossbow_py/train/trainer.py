@@ -251,7 +251,7 @@ class Trainer:
         telemetry = RankTelemetry(run, meter, monitor)
         reporter = Reporter(listeners, meter, telemetry=telemetry)
         loop = TrainingLoop(run, stops, reporter, telemetry.exchange, self._told)
-        loop.attach(HostTuning(run, reporter))
+        loop.attach(HostTuning(run, loop.learners, reporter))
         if after_round is not None:
             loop.attach(AfterRound(after_round, run, loop.learners, reporter))
         return loop

@@ -25,6 +25,7 @@ def take_outer_step(
     add: Callable[[Tensor], None] | None = None,
     *,
     without: Collection[int] = (),
+    adds: bool = True,
 ) -> None:
     """Take the step of `OuterStep` (averaging/rule.py) on a drained bank; all devices do so together.
 
@@ -35,12 +36,14 @@ def take_outer_step(
         step: the coefficients.
         collective: sums over devices.
         add: sums a vector over devices in place, to average optimizer state.
-        without: learners of this device that add nothing to the means, as if they were z and had no state.
+        without: learners of this device that add nothing to the means, as if they were z and had no state. Of equal
+            replicas any is the mean, also if all of them are named: other devices had gradients then.
+        adds: whether this device's learners count; if not, all are as in `without`.
     """
     few = bank.num_learners * bank.layout.num_values <= _OF_ONE_THREAD
     with intra_op_threads(1 if few else torch.get_num_threads()):
         bank.total_squares = None  # `total` is written
-        _write_mean_difference(bank.total, bank, collective, without)
+        _write_mean_difference(bank.total, bank, collective, without, adds)
         z, total = bank.z.trained(), bank.total.trained()
         move = list(torch._foreach_mul(total, step.along_mean))
         if bank.velocity is not None:
@@ -57,14 +60,14 @@ def take_outer_step(
             elif step.pull:
                 torch._foreach_lerp_(weights, z, step.pull)
             bank.refresh_shadow(learner)
-        bank.settle_state(step.learner_momentum, add, without)
+        bank.settle_state(step.learner_momentum, add, without if adds else range(bank.num_learners))
 
 
 @torch.no_grad()
 def mean_of_learners(bank: ReplicaBank, collective: Collective, without: Collection[int] = ()) -> Rows:
     """Return the mean of all devices' learners as a new row; drained, and all devices together.
 
-    It equals z bit for bit where the learners do. Learners in `without` count as z, and values that are not trained are
+    It equals z bit for bit where the learners do. For `without` see `take_outer_step`; values that are not trained are
     those of z.
     """
     mean = bank.new_flat()
@@ -81,11 +84,13 @@ def bring_up_to_date(bank: ReplicaBank, collective: Collective, without: Collect
     torch._foreach_add_(bank.z.trained(), bank.total.trained())
 
 
-def _write_mean_difference(out: Rows, bank: ReplicaBank, collective: Collective, without: Collection[int]) -> None:
-    """Write the mean over all devices' learners of w_j − z, 0 for those `without`, to the trained values of `out`."""
-    z, mean, counted = bank.z.trained(), out.trained(), range(bank.num_learners)
-    if bank.replicas_identical and (len(without) < bank.num_learners or not collective.is_alone):
-        counted, without = range(1), ()  # is any of them, also where only other devices had gradients
+def _write_mean_difference(
+    out: Rows, bank: ReplicaBank, collective: Collective, without: Collection[int], adds: bool = True
+) -> None:
+    """Write the mean over all devices' learners of w_j − z, see `take_outer_step`, to the trained values of `out`."""
+    z, mean, counted = bank.z.trained(), out.trained(), range(bank.num_learners if adds else 0)
+    if adds and bank.replicas_identical:
+        counted, without = range(1), ()
     torch._foreach_zero_(mean)
     for learner in counted:
         if learner not in without:

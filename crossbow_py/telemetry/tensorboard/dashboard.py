@@ -44,7 +44,7 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
         "The ranks": _of_ranks(info.num_devices, waits, tokens=info.tokens_per_sample is not None),
         "Averaging": {
             "spread of the learners (share of the norm of z)": (has_spread, "averaging/spread"),
-            "how far a round moves z (norm)": (has_spread, "averaging/correction_norm"),
+            "step of z without its momentum (norm)": (has_spread, "averaging/correction_norm"),
         },
         "The machine": {
             **_of_gpus(info.num_devices, on_cuda),

@@ -162,7 +162,7 @@ def identity(run: Run) -> dict[str, Any]:
     settings = to_mapping(run.settings)
     for changeable in _CHANGEABLE:
         settings.pop(changeable)
-    comes = run.settings.num_learners == "seesaw"  # whose learners come by these alone
+    grows = run.settings.num_learners == "seesaw"  # whose learners come by these alone
     return {
         **settings,
         "precision": run.choices.precision.name,
@@ -174,7 +174,7 @@ def identity(run: Run) -> dict[str, Any]:
             "sample_weights": None if run.data.sample_weights is None else _digest(run.data.sample_weights),
         },
         "model": run.bank.shapes,
-        **({"min_learners": run.settings.min_learners} if comes else {}),
+        **({"min_learners": run.settings.min_learners} if grows else {}),
         **({"adapter_scales": scales} if (scales := scales_of(run.bank.template)) else {}),
         "num_train_samples": run.num_samples,
     }

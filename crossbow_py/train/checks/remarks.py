@@ -8,13 +8,14 @@ from crossbow_py.averaging.stability import outer_margin
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.goodput import ROUNDS_UNKNOWN
 from crossbow_py.train.run import Run
-from crossbow_py.train.schedules import Constant, seesaw_learners
+from crossbow_py.train.schedules import seesaw_learners
 
+_NO_END = 10**15  # samples
 _SHORT = 4  # times as long as the gain is unknown: in shorter runs that is much of them
 
 
-def remarks_on_length(run: Run, total_samples: int | None, max_rounds: int | None = None) -> list[str]:
-    """Return warnings about settings that do not fit a run of that many samples and rounds; None if that is not known.
+def remarks_on_length(run: Run, total_samples: int | None) -> list[str]:
+    """Return warnings about settings that do not fit a run of that many samples; None if that is not known.
 
     Raises UserError if the rule needs to know it.
     """
@@ -25,7 +26,6 @@ def remarks_on_length(run: Run, total_samples: int | None, max_rounds: int | Non
         )
     remark = None if total_samples is None else run.schedule.remark(total_samples / run.num_samples)
     rounds = math.inf if total_samples is None else -(-total_samples // run.samples_per_round)
-    rounds = min(rounds, max_rounds or math.inf)
     found = [remark] if remark else []
     if run.settings.num_learners == "seesaw":
         found.append(_on_learners(run, total_samples))
@@ -42,21 +42,20 @@ def remarks_on_length(run: Run, total_samples: int | None, max_rounds: int | Non
 
 
 def _on_learners(run: Run, total_samples: int | None) -> str:
-    """Say how many learners come by `num_learners=seesaw`; the most, if the end of the run is not known."""
-    fewest, most, lowest = run.settings.min_learners, run.settings.max_learners, 0.0
-    if total_samples is not None:
-        before_last = max(0, total_samples - run.samples_per_round)
-        lowest = run.schedule.warmed_up_factor(before_last, run.num_samples, total_samples)
-    last = fewest if isinstance(run.schedule, Constant) else seesaw_learners(lowest, fewest, most)
+    """Say how many learners come by `num_learners=seesaw`."""
+    fewest, most = run.settings.min_learners, run.settings.max_learners
+    before_last = _NO_END if total_samples is None else max(0, total_samples - run.samples_per_round)
+    lowest = run.schedule.warmed_up_factor(before_last, run.num_samples, total_samples)
+    last = seesaw_learners(lowest, fewest, most)
+    if most == fewest:
+        return f"num_learners=seesaw stays at {fewest}, as max_learners={most} allows no more; set a larger one."
     if last == fewest:
         return (
-            f"num_learners=seesaw stays at {fewest}, as schedule={run.schedule.NAME} never halves the rate in this "
-            "run; set schedule=cosine."
-            if most > fewest
-            else f"num_learners=seesaw stays at {fewest}, as max_learners={most} allows no more; set a larger one."
+            f"num_learners=seesaw stays at {fewest}, as schedule={run.schedule.NAME} does not halve the rate in this "
+            "run; take one that falls further."
         )
-    times = "K" if fewest == 1 else f"K/{fewest}"
-    times = times if run.optimizer.noise_power == 1 else f"√({times})" if fewest > 1 else "√K"
+    share = "K" if fewest == 1 else f"(K/{fewest})"
+    times = share if run.optimizer.noise_power == 1 else f"√{share}"
     return (
         f"Learners come as the schedule lowers the rate, up to K = {last} per device; the rate of K learners is the "
         f"schedule's times {times}."

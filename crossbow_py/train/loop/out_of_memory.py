@@ -76,5 +76,4 @@ class OutOfMemory:
             bank.total.zero_row(0)
             run.collective.all_reduce_sum(bank.total.storage)
         if plan.outer_step is not None:
-            without = range(bank.num_learners)
-            take_outer_step(bank, plan.outer_step, run.collective, run.ranks.adder, without=without)
+            take_outer_step(bank, plan.outer_step, run.collective, run.ranks.adder, adds=False)

@@ -31,7 +31,7 @@ def next_round(run: Run, total_samples: int | None) -> Round:
 def seesaw_decision(run: Run, total_samples: int | None) -> Decision | None:
     """Return the other number of learners that the next round is to have by `num_learners=seesaw`; None for the same.
 
-    Learners that differ, and z with a velocity, take more when they have just averaged, as their period would end here.
+    More learners wait until those that differ, or a z with a velocity, have averaged, as growing ends their period.
     """
     settings, state, now = run.settings, run.state, run.bank.num_learners
     if settings.num_learners != "seesaw":
@@ -41,7 +41,7 @@ def seesaw_decision(run: Run, total_samples: int | None) -> Decision | None:
     averaged = run.bank.z_is_learner or state.apart_since == state.round_index
     if count == now or (count > now and not averaged):
         return None
-    said = f"{now} → {count} learners: the schedule has the rate at {factor:.3g} of its largest."
+    said = f"{now} → {count} learners: the schedule's rate is {factor:.3g} of its largest."
     return Decision("grow" if count > now else "shrink", count, said, "seesaw")
 
 

@@ -41,8 +41,8 @@ class RoundListener:
 class HostTuning(RoundListener):
     """Tunes the number of data workers, and how threads wait for each other on a busy machine; numbers stay."""
 
-    def __init__(self, run: Run, reporter: Reporter) -> None:
-        self._run, self._reporter, self._meter = run, reporter, reporter.meter
+    def __init__(self, run: Run, learners: Learners, reporter: Reporter) -> None:
+        self._run, self._learners, self._reporter, self._meter = run, learners, reporter, reporter.meter
 
     @property
     def on_trial(self) -> bool:
@@ -61,8 +61,11 @@ class HostTuning(RoundListener):
             if said := run.worker_autotuner.after_round(elapsed_s, waited_s, batches):
                 self._reporter.message(said)
                 self._reporter.workers(run.train_feed.num_workers)
-        if run.busy_cores and (said := run.busy_cores.after_round(images, run.bank.num_learners, elapsed_s - waited_s)):
-            self._reporter.message(said)
+        if run.busy_cores and not self._learners.executor.SPLITS_OPERATORS:  # as more learners came
+            run.busy_cores.stop()
+        elif run.busy_cores:
+            if said := run.busy_cores.after_round(images, run.bank.num_learners, elapsed_s - waited_s):
+                self._reporter.message(said)
         return None
 
     def stop(self) -> None:

@@ -124,8 +124,7 @@ class TrainingLoop:
         self.state.returned_best = False
         with self.ranks.together():  # as a logger may not reach its server
             self.reporter.start(run_info(self._run, self._planned_samples), self.state.wall_s)
-        remarks = remarks_on_length(self._run, self.total_samples, self.stops.max_rounds)
-        remarks = [each for each in remarks if each not in self._told]
+        remarks = [each for each in remarks_on_length(self._run, self.total_samples) if each not in self._told]
         self._told.update(remarks)
         for message in [*messages, *remarks, *self._epochs.begin()]:
             self.reporter.message(message)
@@ -150,6 +149,8 @@ class TrainingLoop:
             if reason := self._end_epoch():
                 return _status_of(reason), reason
             if not self._end_reached():
+                if (decision := seesaw_decision(self._run, self.total_samples)) is not None:
+                    self._apply(decision)
                 self._await_batches(signals)
             self._synchronise(signals)
             # While one is being written, training would have to wait for it.
@@ -165,8 +166,6 @@ class TrainingLoop:
             if reason := self._end_reached():
                 self._check_trained(reason, first_round)
                 return "finished", reason
-            if (decision := seesaw_decision(self._run, self.total_samples)) is not None:
-                self._apply(decision)
             plan = next_round(self._run, self.total_samples)
             self._prepare(plan)
             self._finish(plan, counts=self.step(plan))

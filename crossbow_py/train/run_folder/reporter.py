@@ -429,12 +429,12 @@ def hyper_parameters(run: Run) -> dict[str, bool | int | float | str]:
     return flat({**plain, **chosen, **names}) | flat({name: to_mapping(group) for name, group in run.groups.items()})
 
 
-def averaging_settings(rule: AveragingRule, comes: bool) -> tuple[str, ...]:
-    """Describe the rule's settings that are not its defaults, and how it scales the rate; at first if learners come."""
+def averaging_settings(rule: AveragingRule, grows: bool) -> tuple[str, ...]:
+    """Describe the rule's settings that are not its defaults, and how it scales the rate, at first if K grows."""
     scaled = _SCALED.get(getattr(rule, "rate_scaling", ""))
     left_out = ("average_ema", "rate_scaling" if scaled else "")
     words = [f"{name}={written(value)}" for name, value in apart_from_defaults(rule).items() if name not in left_out]
-    return (*words, *([f"{scaled} at first" if comes else scaled] if scaled else []))
+    return (*words, *([f"{scaled} at first" if grows else scaled] if scaled else []))
 
 
 def epoch_record(

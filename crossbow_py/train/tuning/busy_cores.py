@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import sleep
+
+import torch
 
 from crossbow_py.core.host import LoadSnapshot, foreign_share, usable_core_ids
 from crossbow_py.engine.device.host import SleepingThreads, threads_spin
@@ -21,32 +23,35 @@ class BusyCores:
     Args:
         sleep: makes threads sleep while they wait for each other, from `start` to `stop`.
         take_load: takes the load of this host; None if other processes on it are part of the run.
-        since: an earlier load, from which on `start` looks at it; by default that of now.
     """
 
     def __init__(
-        self,
-        sleep: SleepingThreads,
-        take_load: Callable[[], LoadSnapshot] | None = LoadSnapshot.take,
-        since: LoadSnapshot | None = None,
+        self, sleep: SleepingThreads, take_load: Callable[[], LoadSnapshot] | None = LoadSnapshot.take
     ) -> None:
         self.state = WaitState()
         self._sleep, self._take_load = sleep, take_load
-        self._since = since or self._load()
+        self._begins_asleep: bool | None = None  # not looked at yet
         self._begun: tuple[float, LoadSnapshot | None] | None = None
         self._images = 0
 
     def start(self) -> str:
-        """Have threads sleep from the beginning if other programs hold cores. Returns a message, or an empty one."""
-        before, load = self._since, self._load()
-        if before is None or load is None or load.wall_s - before.wall_s < _LOOK_S:
-            return ""
-        others = (foreign_share(before, load) or 0.0) * load.cores
-        if others < HELD_CORES:
-            return ""
-        self.state = WaitState(sleeps=True)
-        self._sleep.start()
-        return f"Other programs hold {others:.1f} of {load.cores} cores: threads sleep while they wait for each other."
+        """Have threads sleep from the beginning if other programs hold cores that they need, or if they slept before.
+
+        Takes a tenth of a second, the first time. Returns a message, or an empty one.
+        """
+        said = ""
+        if self._begins_asleep is None and self._take_load is not None:
+            before = self._take_load()
+            sleep(_LOOK_S)
+            load = self._take_load()
+            others = (foreign_share(before, load) or 0.0) * load.cores
+            self._begins_asleep = others - (load.cores - torch.get_num_threads()) >= HELD_CORES
+            if self._begins_asleep:
+                said = f"Other programs hold {others:.1f} of {load.cores} cores: threads sleep while they wait."
+        if self._begins_asleep:
+            self.state = WaitState(sleeps=True)
+            self._sleep.start()
+        return said
 
     def after_round(self, images: int, num_learners: int, training_s: float) -> str:
         """Count a round of `images` that is over at `training_s`, without pauses and waiting for data.
@@ -82,31 +87,28 @@ class BusyCores:
 
     def stop(self) -> None:
         """Restore torch's threads; the next round begins anew."""
+        self._begins_asleep = None if self._begins_asleep is None else self.state.sleeps
         self._sleep.stop()
         self.begin_anew()
-        self.state, self._since = WaitState(), self._load()
+        self.state = WaitState()
 
     def _load(self) -> LoadSnapshot | None:
         return None if self._take_load is None else self._take_load()
 
 
 @contextmanager
-def sleeping_where_busy(device_type: str) -> Iterator[None]:
-    """Have threads sleep while they wait for each other during the block, if other programs hold cores before it."""
+def sleeping_where_busy(device_type: str) -> Iterator[bool]:
+    """Have threads sleep during the block if other programs hold cores that they need; the value is whether they do."""
     watch = busy_cores(SerialExecutor.NAME, device_type)
-    if watch is not None:
-        time.sleep(_LOOK_S)
-        watch.start()
+    asleep = watch is not None and bool(watch.start())
     try:
-        yield
+        yield asleep
     finally:
         if watch is not None:
             watch.stop()
 
 
-def busy_cores(
-    executor: str, device_type: str, is_alone: bool = True, since: LoadSnapshot | None = None
-) -> BusyCores | None:
+def busy_cores(executor: str, device_type: str, is_alone: bool = True) -> BusyCores | None:
     """Return a `BusyCores` for a run with this executor; None if no threads wait by spinning.
 
     `is_alone` is whether the run has no other processes on this host, ranks or data workers. If it has, the load does
@@ -115,4 +117,4 @@ def busy_cores(
     num_cores = len(usable_core_ids())
     if device_type != "cpu" or not EXECUTORS[executor].SPLITS_OPERATORS or not threads_spin(num_cores):
         return None
-    return BusyCores(SleepingThreads(num_cores), LoadSnapshot.take if is_alone else None, since)
+    return BusyCores(SleepingThreads(num_cores), LoadSnapshot.take if is_alone else None)

@@ -124,6 +124,7 @@ class Calibration:
         is_short: whether a longer training would have left time to measure more.
         others: share of the cores that other programs used, 0 to 1; 0 where it does not matter.
         no_graphs: why some of it may have been measured without CUDA graphs, which a new process captures; or None.
+        asleep: whether threads slept while they waited, for other programs.
         seconds: the time that all of it took.
         warm_up_s: the part of that before candidates were measured, which no effort counts; 0 on CPUs.
     """
@@ -137,6 +138,7 @@ class Calibration:
     seconds: float = 0.0
     warm_up_s: float = 0.0
     no_graphs: str | None = None
+    asleep: bool = False
 
     def left_out(self, fewest: int = 1) -> dict[str, str]:
         """Return the executors that could not be measured with at least `fewest` learners, and why."""
@@ -175,7 +177,7 @@ class Calibration:
     @property
     def is_busy(self) -> bool:
         """True if other programs used much of the machine."""
-        return self.others > _BUSY
+        return self.asleep or self.others > _BUSY
 
     @property
     def is_disturbed(self) -> bool:
@@ -227,9 +229,9 @@ def calibrate(
     late: list[Key] = []
     warm_up = _WarmUp(device)
     cores = torch.get_num_threads() if device.type == "cpu" else 1
-    asleep = sleeping_where_busy(device.type) if effort.is_alone else contextlib.nullcontext()
+    sleeping = sleeping_where_busy(device.type) if effort.is_alone else contextlib.nullcontext(False)
     # A run must not depend on whether its executor was remembered.
-    with kept_generators(device), quick_collections(), asleep:
+    with kept_generators(device), quick_collections(), sleeping as asleep:
         for number, candidate in enumerate(candidates, start=1):
             key = candidate.executor, candidate.num_learners
             if key in rates or _is_refused(key, refused) or _is_skipped(candidate, rates, cores):
@@ -263,7 +265,9 @@ def calibrate(
     is_short = bool(late) and replace(effort, round_samples=0).seconds(rates[best]) < effort.budget_s
     seconds = time.perf_counter() - begun
     no_graphs = failed_capture() if device.type == "cuda" else None
-    return Calibration(best[0], rates, refused, tuple(late), is_short, others, seconds, warm_up.seconds, no_graphs)
+    return Calibration(
+        best[0], rates, refused, tuple(late), is_short, others, seconds, warm_up.seconds, no_graphs, asleep
+    )
 
 
 def _is_refused(key: Key, refused: Mapping[Key, Refusal]) -> bool:

@@ -102,8 +102,8 @@ def choose_executor(
 
 def executor_for(num_learners: int, settings: RunSettings, choices: Choices, num_ranks: int) -> str:
     """Return the executor of so many learners: that of the run, or, as it was chosen for all that come, another."""
-    comes = settings.num_learners == "seesaw" and settings.executor == "auto" and num_ranks == 1
-    return on_all_cores(choices.executor, num_learners) if comes else choices.executor
+    grows = settings.num_learners == "seesaw" and settings.executor == "auto" and num_ranks == 1
+    return on_all_cores(choices.executor, num_learners) if grows else choices.executor
 
 
 def _comparison(like: Comparison, update: TorchUpdate, executor: str) -> Comparison:

@@ -286,6 +286,9 @@ def test_quadratic_rule_averages_less_often_as_the_rate_falls() -> None:
 def test_outer_momentum_at_no_learning_rate_moves_z_no_further(rule: AveragingRule) -> None:
     for count in (1, 2):
         assert rule.round(Stage(0, count, learning_rate=0.0, factor=0.0)) == OuterStep()
+
+
+def test_population_stays_apart_at_no_learning_rate() -> None:
     assert PAPA(averaging_period=1).round(Stage(0, 2, learning_rate=0.0, factor=0.0)) == OuterStep(pull=0.0)
 
 

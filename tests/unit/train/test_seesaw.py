@@ -111,6 +111,17 @@ def test_few_learners_do_not_leave_cores_idle_by_the_executor_that_is_fastest_fo
         torch.set_num_threads(threads)
 
 
+def test_batches_of_learners_that_come_are_asked_for_before_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else workers would load them while a round waits, and bad data would fail in its midst."""
+    trainer, ends, asked = seesaw(), list[RoundEnd](), set[int]()
+    feed = trainer.run.train_feed
+    announce = feed.announce
+    monkeypatch.setattr(feed, "announce", lambda starts: (asked.update(starts), announce(starts))[1])
+    trainer.fit(max_epochs=EPOCHS, after_round=ends.append)
+    assert ends[-1].num_learners == 4
+    assert asked == set(range(0, sum(end.images for end in ends), SIZE))
+
+
 def test_learners_of_models_that_are_averaged_begin_from_the_average() -> None:
     trainer = seesaw(averaging=SMA(rate_scaling="none"), max_learners=3, min_learners=2)
     trainer.fit(max_epochs=EPOCHS)
@@ -149,8 +160,8 @@ def test_what_learners_that_come_do_not_go_with_is_refused(options: dict[str, An
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"schedule": Constant()}, "stays at 1, as schedule=constant never halves the rate in this run; set"),
-        ({"schedule": Cosine(final_factor=0.6)}, "stays at 1, as schedule=cosine never halves the rate in this run"),
+        ({"schedule": Constant()}, "stays at 1, as schedule=constant does not halve the rate in this run; take one"),
+        ({"schedule": Cosine(final_factor=0.6)}, "stays at 1, as schedule=cosine does not halve the rate in this"),
         ({"max_learners": 1}, "stays at 1, as max_learners=1 allows no more"),
         ({"schedule": Cosine(final_factor=0.3), "max_learners": 9}, "up to K = 2 per device"),
     ],

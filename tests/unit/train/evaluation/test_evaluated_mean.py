@@ -201,10 +201,7 @@ def test_restart_brings_the_outer_momentum_of_one_learner_to_rest() -> None:
     assert not bank.velocity.storage.any() and torch.equal(bank.z_prev.storage, bank.z.storage)
 
 
-def test_remarks_count_rounds_by_their_limit_and_do_not_wait_for_the_auto_tuner() -> None:
-    short = make_trainer(num_learners=1, averaging=SNOO(averaging_period=11)).run
-    assert ["longer than the run of 10 rounds" in said for said in remarks_on_length(short, None, 10)] == [True]
-    assert not remarks_on_length(short, None, 11)
+def test_outer_rate_is_remarked_on_also_where_the_auto_tuner_takes_learners() -> None:
     auto = make_trainer(num_learners="auto", averaging=DiLoCo(outer_learning_rate=2)).run
     assert "diverges from 1.357 on" in remarks_on_length(auto, 10_000)[0]
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 import torch
 
-from crossbow_py import Trainer
+from crossbow_py import Trainer, UserError
 from crossbow_py.core.host import LoadSnapshot
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.executors.serial import SerialExecutor
@@ -16,7 +15,8 @@ from crossbow_py.telemetry.events import RoundEnd
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train import trainer as trainer_module
 from crossbow_py.train.tuning import busy_cores as busy_cores_module
-from crossbow_py.train.tuning.busy_cores import BusyCores, busy_cores, sleeping_where_busy
+from crossbow_py.train.tuning.busy_cores import BusyCores, busy_cores
+from crossbow_py.train.tuning.calibration import Calibration, Candidate, calibrate
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests.trainers import Recorder, change_run, make_trainer
 
@@ -29,7 +29,7 @@ class Machine:
 
     def __init__(self, changes: tuple[int, ...] = ()) -> None:
         self.changes, self.rounds, self.told = changes, 0, list[str]()
-        self.now_s, self.busy_s = 0.0, 0.0
+        self.now_s, self.busy_s, self.idle_s = 0.0, 0.0, 0.0
 
     def start(self) -> None:
         self.told.append(f"sleep {self.rounds}")
@@ -48,9 +48,14 @@ class Machine:
         self.rounds, self.now_s = self.rounds + 1, self.now_s + seconds
         self.busy_s += seconds * (1.0 + is_busy)
 
+    def idle(self, seconds: float) -> None:
+        """Let time pass without training."""
+        self.now_s, self.busy_s = self.now_s + seconds, self.busy_s + seconds * self.is_busy
+        self.idle_s += seconds
+
     def load(self) -> LoadSnapshot:
         """Return the load if this process keeps one core busy and others the other."""
-        own_s = self.now_s
+        own_s = self.now_s - self.idle_s
         return LoadSnapshot(wall_s=self.now_s, own_s=own_s, busy_s=self.busy_s, cores=2)
 
 
@@ -78,6 +83,7 @@ def train(
     after_round: Callable[[RoundEnd], None] | None = None,
 ) -> None:
     """Train for some rounds on the machine's clock."""
+    monkeypatch.setattr(busy_cores_module, "sleep", machine.idle)
     monkeypatch.setattr(trainer_module, "ThroughputMeter", lambda **_: meter(lambda: machine.now_s))
     submit = SerialExecutor.submit
 
@@ -109,40 +115,49 @@ def test_run_whose_throughput_collapses_has_threads_sleep_and_spin_again_when_th
     assert machine.told == ["sleep 11", "spin 21", "spin 40"]
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_run_that_begins_on_busy_cores_sleeps_from_its_first_round(monkeypatch):
     machine = Machine(changes=(0, 20))
-    watch = BusyCores(machine, machine.load)
-    machine.now_s, machine.busy_s = 5.0, 10.0  # what building the run took
-    recorder = Recorder()
-    trainer = make_trainer(callbacks=[recorder])
-    change_run(trainer, busy_cores=watch)
-    train(trainer, machine, monkeypatch, 40)
-    assert [message for message in recorder.of("message") if "hreads" in message] == [
-        "Other programs hold 1.0 of 2 cores: threads sleep while they wait for each other.",
+    assert run_on(machine, monkeypatch, 40) == [
+        "Other programs hold 1.0 of 2 cores: threads sleep while they wait.",
         "Threads spin again while they wait for each other, as they do where cores are free: 8 images/s, 8 before.",
     ]
-    assert machine.told[0] == "sleep 0" and machine.told[-2] != "sleep 0"
+    assert machine.told[0] == "sleep 0" and machine.told[-2:] == ["spin 21", "spin 40"]
 
 
-def test_load_that_was_seen_too_shortly_is_not_gone_by(monkeypatch):
+def test_cores_that_threads_do_not_need_are_not_missed(monkeypatch):
+    machine = Machine(changes=(0,))  # one of two cores is taken, and torch has one thread
+    monkeypatch.setattr(busy_cores_module, "sleep", machine.idle)
+    assert not BusyCores(machine, machine.load).start() and not machine.told
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_run_goes_on_asleep_as_the_last_call_ended(monkeypatch):
     machine = Machine(changes=(0,))
+    monkeypatch.setattr(busy_cores_module, "sleep", machine.idle)
     watch = BusyCores(machine, machine.load)
-    machine.now_s, machine.busy_s = 0.05, 0.1
-    assert not watch.start() and not machine.told
+    assert [bool(watch.start()), watch.stop(), watch.start()] == [True, None, ""]
+    assert machine.told == ["sleep 0", "spin 0", "sleep 0"]
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_executors_are_measured_with_threads_that_wait_as_they_will_in_training(monkeypatch):
-    machine = Machine()
-    monkeypatch.setattr(busy_cores_module, "usable_core_ids", lambda: {0, 1})
-    monkeypatch.setattr(busy_cores_module, "SleepingThreads", lambda cores: machine)
-    for others, told in ((1.0, ["sleep 0", "spin 0"]), (0.1, ["spin 0"])):
-        loads = [LoadSnapshot(0.0, 0.0, 0.0, 2), LoadSnapshot(1.0, 0.0, others, 2), LoadSnapshot(2.0, 0.0, 0.0, 2)]
-        monkeypatch.setattr(LoadSnapshot, "take", partial(loads.pop, 0))
-        with sleeping_where_busy("cpu"):
-            pass
-        assert machine.told == told
-        machine.told.clear()
+    for changes, told in (((0,), ["sleep 0"]), ((), [])):
+        machine, seen = Machine(changes), list[list[str]]()
+        monkeypatch.setattr(busy_cores_module, "usable_core_ids", lambda: {0, 1})
+        monkeypatch.setattr(busy_cores_module, "SleepingThreads", lambda cores, own=machine: own)
+        monkeypatch.setattr(busy_cores_module, "sleep", machine.idle)
+        monkeypatch.setattr(LoadSnapshot, "take", machine.load)
+
+        def build(own=machine, seen=seen):
+            seen.append([*own.told])
+            raise UserError("not needed")
+
+        with pytest.raises(UserError, match="no executor can run"):
+            calibrate([Candidate("serial", 1, build)], 8, torch.device("cpu"))
+        assert seen == [told] and machine.told == [*told, "spin 0"]
+    rates = {("serial", 1): 1.0, ("threads", 1): 2.0}
+    assert Calibration("threads", rates).is_lasting and not Calibration("threads", rates, asleep=True).is_lasting
 
 
 def test_run_that_waits_for_data_is_not_taken_for_one_on_busy_cores(monkeypatch):
