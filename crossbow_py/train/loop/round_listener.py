@@ -61,11 +61,11 @@ class HostTuning(RoundListener):
             if said := run.worker_autotuner.after_round(elapsed_s, waited_s, batches):
                 self._reporter.message(said)
                 self._reporter.workers(run.train_feed.num_workers)
-        if run.busy_cores and not self._learners.executor.SPLITS_OPERATORS:  # as more learners came
-            run.busy_cores.stop()
-        elif run.busy_cores:
-            if said := run.busy_cores.after_round(images, run.bank.num_learners, elapsed_s - waited_s):
-                self._reporter.message(said)
+        watch, learners = run.busy_cores, run.bank.num_learners
+        if watch and not self._learners.executor.SPLITS_OPERATORS:  # as more learners came
+            watch.stop()
+        elif watch and (said := watch.after_round(images, learners, elapsed_s - waited_s)):
+            self._reporter.message(said)
         return None
 
     def stop(self) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -255,10 +255,7 @@ def calibrate(
                 refused[key] = Refusal(reason, is_passing=is_out_of_memory(error))
             free_memory(device)
     if not rates:
-        reasons = dict.fromkeys(refusal.reason for refusal in refused.values())
-        # Not the error that was raised: its frames hold memory that is needed elsewhere.
-        cause = MemoryError() if any(refusal.is_passing for refusal in refused.values()) else None
-        raise UserError(f"no executor can run this model: {'; '.join(reasons)}") from cause
+        raise _none_runs(refused.values())
     best = max(rates, key=lambda key: rates[key])
     is_counted = effort.is_alone and device.type == "cpu"
     others = (foreign_share(before, LoadSnapshot.take()) or 0.0) if is_counted else 0.0
@@ -268,6 +265,13 @@ def calibrate(
     return Calibration(
         best[0], rates, refused, tuple(late), is_short, others, seconds, warm_up.seconds, no_graphs, asleep
     )
+
+
+def _none_runs(refused: Collection[Refusal]) -> UserError:
+    error = UserError(f"no executor can run this model: {'; '.join(dict.fromkeys(own.reason for own in refused))}")
+    # Not the error that was raised: its frames hold memory that is needed elsewhere.
+    error.__cause__ = MemoryError() if any(own.is_passing for own in refused) else None
+    return error
 
 
 def _is_refused(key: Key, refused: Mapping[Key, Refusal]) -> bool:

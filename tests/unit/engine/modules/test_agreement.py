@@ -182,7 +182,7 @@ def test_auto_goes_on_to_executors_that_give_the_models_gradients():
     with assumed("executor", None):
         parts = make_trainer(model=lambda: Net(Sign.apply), executor="auto").run
     assert parts.choices.executor in ("serial", "threads")
-    why = "Executors fused and fused_threads are not used: it has a backward pass of its own, Sign"
+    why = "Executors fused, fused_threads are not used: it has a backward pass of its own, Sign"
     assert any(note.startswith(why) for note in parts.warnings), parts.warnings
 
 
