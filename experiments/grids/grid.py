@@ -103,6 +103,7 @@ class Grid:
         reference: the cell that others are compared with, seed by seed.
         shown_after: epochs after which tables show accuracies too, those of an evaluation each.
         alone: whether times matter, so that cells run one at a time.
+        curves: whether results keep all evaluations; if not, those at which targets were reached, and the last.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Grid:
     reference: str | None = None
     shown_after: tuple[float, ...] = ()
     alone: bool = False
+    curves: bool = True
 
     def with_overrides(self, extra: Sequence[str]) -> Grid:
         """The same cells, each with more overrides, which replace those of the same key."""

@@ -30,6 +30,7 @@ from experiments.bench.program import count, seeds
 from experiments.bench.results import read_result, results_folder, write_result
 from experiments.bench.windows import load_with_ended
 from experiments.grids.grid import Cell, Grid, chosen, in_turns, read_grids
+from experiments.grids.report import first_at
 
 _INTERRUPTED = 130
 MEASURED_FILE = "measured.jsonl"  # in a run's folder: what the program of a cell measures beside, a line an evaluation
@@ -204,6 +205,8 @@ def collect(grid: Grid, places: Places, facts: Mapping[str, Any]) -> dict[str, A
         for path in sorted(places.of(grid, cell).glob("seed-*.json"))
         if cell.is_of(record := read_result(path))
     ]
+    if not grid.curves:
+        runs = [{**run, "epochs": ends_of(run, grid.targets)} for run in runs]
     shared, runs = _shared_settings(runs)
     return {
         "machine": dict(facts),
@@ -216,6 +219,12 @@ def collect(grid: Grid, places: Places, facts: Mapping[str, Any]) -> dict[str, A
         "settings": shared,
         "runs": runs,
     }
+
+
+def ends_of(run: Mapping[str, Any], targets: Sequence[float]) -> list[dict[str, Any]]:
+    """Return the evaluations at which targets were reached, and the last."""
+    found = [record for target in targets if (record := first_at(run, target)) is not None]
+    return [record for record in run["epochs"] if record in found or record is run["epochs"][-1]]
 
 
 def _shared_settings(runs: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:

@@ -12,6 +12,7 @@ from experiments.grids import grid as of_files
 from experiments.grids import plot, report
 from experiments.grids.grid import Cell, Grid, chosen, in_turns, merged, said_of, settings_of
 from experiments.grids.parts import stops
+from experiments.grids.running import ends_of
 from tests.unit.experiments.pretended_run import epochs_of, summary_of
 from tests.unit.experiments.samples import cells as table_cells
 
@@ -215,3 +216,9 @@ def test_runs_that_broke_do_not_say_how_far_axes_go() -> None:
     finals, curves = plot.draw_accuracies(result).axes
     assert (finals.get_xlim(), curves.get_ylim()) == (alone[0].get_xlim(), alone[1].get_ylim())
     assert "← 0.1000" in [text.get_text().strip() for text in finals.texts]
+
+
+def test_results_without_curves_keep_what_tables_of_targets_read() -> None:
+    epochs = [{"epoch": own, "test_accuracy": accuracy} for own, accuracy in enumerate([0.2, 0.5, 0.4, 0.7, 0.6, 0.3])]
+    assert ends_of({"epochs": epochs}, [0.45, 0.65]) == [epochs[1], epochs[3], epochs[5]]
+    assert ends_of({"epochs": epochs}, [0.9]) == [epochs[5]]
