@@ -127,7 +127,8 @@ class Trainer:
     The other keywords are keys of the command line: batch_size, num_learners, executor, device, precision, seed and so
     on, as `RunSettings` explains them. By default the number of learners is tuned by measured speed, so that two runs
     of one seed may differ; with `num_learners=2` they do not. Figures are measured in the precision of training, which
-    may be bf16; `model` and `predict` are in float32.
+    may be bf16; `model` and `predict` are in float32. With `num_learners="seesaw"` learners come as the schedule lowers
+    the rate, from `min_learners` to `max_learners`. Warnings go to `on_message` of the callbacks.
 
     On a CPU with several learners the process keeps freed memory, in huge pages.
 

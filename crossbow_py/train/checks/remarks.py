@@ -28,7 +28,7 @@ def remarks_on_length(run: Run, total_samples: int | None) -> list[str]:
     rounds = math.inf if total_samples is None else -(-total_samples // run.samples_per_round)
     found = [remark] if remark else []
     if run.settings.num_learners == "seesaw":
-        found.append(_on_learners(run, total_samples))
+        found.append(_on_learners(run, total_samples, rounds))
     found += _on_outer_rate(run)
     if (run.rule.has_velocity or not run.bank.is_single) and not run.tuning:
         found += _on_averaging(run, rounds)
@@ -41,12 +41,17 @@ def remarks_on_length(run: Run, total_samples: int | None) -> list[str]:
     return found
 
 
-def _on_learners(run: Run, total_samples: int | None) -> str:
+def _on_learners(run: Run, total_samples: int | None, rounds: float) -> str:
     """Say how many learners come by `num_learners=seesaw`."""
     fewest, most = run.settings.min_learners, run.settings.max_learners
     before_last = _NO_END if total_samples is None else max(0, total_samples - run.samples_per_round)
     lowest = run.schedule.warmed_up_factor(before_last, run.num_samples, total_samples)
     last = seesaw_learners(lowest, fewest, most)
+    if run.bank.is_single and run.rule.gradient_mean is None and run.rule.averaging_period > rounds:
+        return (
+            f"num_learners=seesaw stays at 1, as averaging.averaging_period={run.rule.averaging_period} is longer than "
+            f"the run of {rounds} rounds, and more learners would never average; take a smaller one."
+        )
     if most == fewest:
         return f"num_learners=seesaw stays at {fewest}, as max_learners={most} allows no more; set a larger one."
     if last == fewest:
@@ -89,10 +94,11 @@ def _on_averaging(run: Run, rounds: float) -> list[str]:
             "gradients, and no models; take a smaller one for several groups."
         )
         return [] if size is None else [one_group]
-    if rule.averaging_period > rounds and not rule.shows_mean:
+    if rule.averaging_period > rounds:
+        shown = "evaluations show a mean of models apart" if rule.shows_mean else "the average model is as it began"
         return [
             f"averaging.averaging_period={rule.averaging_period} is longer than the run of {rounds} rounds: "
-            "learners never average, and the average model stays as it began; take a smaller one."
+            f"learners never average, and {shown}; take a smaller one."
         ]
     if rule.node_period > 1 and not run.collective.apart:
         return [f"averaging.node_period={rule.node_period} is for several nodes; with one it does nothing."]

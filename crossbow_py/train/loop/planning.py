@@ -32,6 +32,7 @@ def seesaw_decision(run: Run, total_samples: int | None) -> Decision | None:
     """Return the other number of learners that the next round is to have by `num_learners=seesaw`; None for the same.
 
     More learners wait until those that differ, or a z with a velocity, have averaged, as growing ends their period.
+    None come that would not average with the others before the run ends, as z does not move until they do.
     """
     settings, state, now = run.settings, run.state, run.bank.num_learners
     if settings.num_learners != "seesaw":
@@ -41,7 +42,14 @@ def seesaw_decision(run: Run, total_samples: int | None) -> Decision | None:
     averaged = run.bank.z_is_learner or state.apart_since == state.round_index
     if count == now or (count > now and not averaged):
         return None
-    said = f"{now} → {count} learners: the schedule's rate is {factor:.3g} of its largest."
+    if count > now and run.rule.gradient_mean is None and not run.rule.needs_end and total_samples is not None:
+        rounds_left = (total_samples - run.progress) // (run.samples_per_round // now * count)
+        if run.rule.averaging_period > rounds_left:
+            return None
+    reason = f"the schedule's rate is {factor:.3g} of its largest"
+    if count == settings.max_learners < now:
+        reason = f"max_learners={settings.max_learners}"
+    said = f"{now} → {count} learners: {reason}."
     return Decision("grow" if count > now else "shrink", count, said, "seesaw")
 
 

@@ -373,6 +373,7 @@ def tokens_per_s(samples_per_s: float, tokens_per_sample: int | None) -> float |
 def run_info(run: Run, planned_samples: int | None) -> RunInfo:
     """Return the facts that are fixed when training starts."""
     settings, several = run.settings, run.settings.has_several(run.ranks.num_ranks)
+    first = settings.first_learners * run.ranks.num_ranks if settings.num_learners == "seesaw" else None
     measured = run.validation_feed or run.test_feed
     return RunInfo(
         experiment=run.arguments.experiment,
@@ -399,7 +400,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         resumed_from=run.resumed_from,
         trace_path=str(run.output_dir / TRACE_FILE) if run.output_dir and run.timeline else None,
         average_ema=run.rule.average_ema,
-        averaging_settings=averaging_settings(run.rule, settings.num_learners == "seesaw") if several else (),
+        averaging_settings=averaging_settings(run.rule, first) if several else (),
         several=several,
         has_accuracy=not (isinstance(run.data.train, tuple) and run.data.train[1].is_floating_point()),
         replicas_differ=run.rule.has_central_model and not run.bank.replicas_identical,
@@ -429,12 +430,14 @@ def hyper_parameters(run: Run) -> dict[str, bool | int | float | str]:
     return flat({**plain, **chosen, **names}) | flat({name: to_mapping(group) for name, group in run.groups.items()})
 
 
-def averaging_settings(rule: AveragingRule, grows: bool) -> tuple[str, ...]:
-    """Describe the rule's settings that are not its defaults, and how it scales the rate, at first if K grows."""
+def averaging_settings(rule: AveragingRule, first: int | None) -> tuple[str, ...]:
+    """Describe the rule's settings that are not its defaults, and how it scales the rate, at `first` if K grows."""
     scaled = _SCALED.get(getattr(rule, "rate_scaling", ""))
     left_out = ("average_ema", "rate_scaling" if scaled else "")
     words = [f"{name}={written(value)}" for name, value in apart_from_defaults(rule).items() if name not in left_out]
-    return (*words, *([f"{scaled} at first" if grows else scaled] if scaled else []))
+    if scaled and first is not None:
+        scaled = f"{scaled.replace('K', str(first))} at first" if first > 1 else None
+    return (*words, *([scaled] if scaled else []))
 
 
 def epoch_record(

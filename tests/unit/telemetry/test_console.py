@@ -120,14 +120,15 @@ def test_final_block_says_how_to_go_on_after_a_signal_where_there_is_a_checkpoin
 
 
 def test_header_says_how_the_rule_differs_from_its_defaults_and_what_it_makes_of_the_rate(events: Any) -> None:
-    for rule, comes, said in (
-        (SMA(), False, "sma (rate × √K) · executor"),
-        (SMA(), True, "sma (rate × √K at first) · executor"),
-        (SMA(rate_scaling="none", correction_rate=0.5), True, "sma (rate_scaling=none, correction_rate=0.5) ·"),
-        (LocalSGD(averaging_period=4, average_ema=1.0), False, "local_sgd (averaging_period=4) (evaluated: EMA over 1"),
-        (Independent(), False, "independent · executor"),
+    for rule, first, said in (
+        (SMA(), None, "sma (rate × √K) · executor"),
+        (SMA(), 4, "sma (rate × √4 at first) · executor"),
+        (SMA(), 1, "sma · executor"),
+        (SMA(rate_scaling="none", correction_rate=0.5), 4, "sma (rate_scaling=none, correction_rate=0.5) ·"),
+        (LocalSGD(averaging_period=4, average_ema=1.0), None, "local_sgd (averaging_period=4) (evaluated: EMA over 1"),
+        (Independent(), None, "independent · executor"),
     ):
-        words = averaging_settings(rule, comes)
+        words = averaging_settings(rule, first)
         info = events.run_info(averaging=rule.NAME, averaging_settings=words, average_ema=rule.average_ema)
         assert f"averaging {said}" in header_lines(info)[1]
 

@@ -163,6 +163,7 @@ def test_what_learners_that_come_do_not_go_with_is_refused(options: dict[str, An
         ({"schedule": Constant()}, "stays at 1, as schedule=constant does not halve the rate in this run; take one"),
         ({"schedule": Cosine(final_factor=0.6)}, "stays at 1, as schedule=cosine does not halve the rate in this"),
         ({"max_learners": 1}, "stays at 1, as max_learners=1 allows no more"),
+        ({"averaging": SMA(averaging_period=99)}, "stays at 1, as averaging.averaging_period=99 is longer than the"),
         ({"schedule": Cosine(final_factor=0.3), "max_learners": 9}, "up to K = 2 per device"),
     ],
 )
@@ -172,6 +173,16 @@ def test_how_many_learners_come_is_said(options: dict[str, Any], said: str) -> N
     assert any(said in message for message in recorder.of("message"))
 
 
+@pytest.mark.parametrize("period", [5, 8])
+def test_none_come_that_would_never_average(period: int) -> None:
+    """Else z would stay where it was when they came, and with it the model that is saved."""
+    trainer, ends = seesaw(averaging=SMA(averaging_period=period), max_learners=64), list[RoundEnd]()
+    trainer.fit(max_epochs=EPOCHS, after_round=ends.append)
+    counts = [end.num_learners for end in ends]
+    growths = [index for index in range(1, len(counts)) if counts[index] > counts[index - 1]]
+    assert len(growths) > 1 and growths[-1] < len(counts) // period * period
+
+
 def test_extended_run_goes_on_with_the_learners_of_its_rate(tmp_path: Path) -> None:
     """No learners come after the last round either, where the rate is 0: they might not fit in memory, for nothing."""
     ends: list[RoundEnd] = []
@@ -179,7 +190,8 @@ def test_extended_run_goes_on_with_the_learners_of_its_rate(tmp_path: Path) -> N
     first.fit(max_epochs=2, after_round=ends.append)
     assert first.run.bank.num_learners == ends[-1].num_learners < 1000
     ends.clear()
-    more = seesaw(output_dir=tmp_path, resume="auto", max_learners=2)  # a new bound, as of memory
+    recorder = Recorder()
+    more = seesaw(output_dir=tmp_path, resume="auto", max_learners=2, callbacks=[recorder])  # a new bound, as of memory
     more.fit(max_epochs=20, after_round=ends.append)
     assert ends[0].num_learners == 1 and {1, 2} == {end.num_learners for end in ends}
     with pytest.raises(UserError, match=r"is of another run \(min_learners: 1 → 2\)"):

@@ -64,14 +64,15 @@ def test_average_model_of_zeros_has_no_spread() -> None:
     assert found is not None and 0 < found < 1
 
 
-def test_period_longer_than_the_run_is_said_where_the_model_would_stay_as_it_began() -> None:
+def test_period_longer_than_the_run_is_said() -> None:
     said = []
-    for rule in (SMA(averaging_period=6), SMA(averaging_period=5), LocalSGD(averaging_period=6)):
+    for kind, period in ((SMA, 6), (SMA, 5), (LocalSGD, 6), (PAPA, 6)):
         recorder = Recorder()
-        make_trainer(averaging=rule, callbacks=[recorder]).fit(max_epochs=1)
+        make_trainer(averaging=kind(averaging_period=period), callbacks=[recorder]).fit(max_epochs=1)
         said.append([message for message in recorder.of("message") if "averaging_period=6" in message])
-    assert [len(messages) for messages in said] == [1, 0, 0]
-    assert "is longer than the run of 5 rounds" in said[0][0]
+    assert [len(messages) for messages in said] == [1, 0, 1, 1]
+    assert "is longer than the run of 5 rounds: learners never average, and the average model is as" in said[0][0]
+    assert "evaluations show a mean of models apart" in said[2][0]
 
 
 @pytest.mark.parametrize("rule", [LocalSGD, DiLoCo, SlowMo])
