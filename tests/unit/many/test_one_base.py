@@ -118,6 +118,7 @@ def test_results_of_a_folder_are_loaded_over_one_base_which_no_file_has(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_trials_of_a_search_have_one_base() -> None:
     pytest.importorskip("optuna")
     before, seen = num_matrices(), list[int]()

@@ -211,6 +211,7 @@ def test_trial_that_cannot_be_measured_in_the_memory_packs_leave_is_measured_wit
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_trial_that_no_memory_measures_fails(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.space = ONE_SIZE
     setting.make = lambda trial: partial(nn.Linear, 4, 3, bias=trial not in (1, 3))
