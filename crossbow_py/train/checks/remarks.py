@@ -47,9 +47,11 @@ def _on_learners(run: Run, total_samples: int | None, rounds: float) -> str:
     before_last = _NO_END if total_samples is None else max(0, total_samples - run.samples_per_round)
     lowest = run.schedule.warmed_up_factor(before_last, run.num_samples, total_samples)
     last = seesaw_learners(lowest, fewest, most)
-    if run.bank.is_single and run.rule.gradient_mean is None and run.rule.averaging_period > rounds:
+    rule = run.rule
+    never_average = rule.gradient_mean is None and not rule.needs_end and rule.averaging_period > rounds
+    if run.bank.is_single and never_average:
         return (
-            f"num_learners=seesaw stays at 1, as averaging.averaging_period={run.rule.averaging_period} is longer than "
+            f"num_learners=seesaw stays at 1, as averaging.averaging_period={rule.averaging_period} is longer than "
             f"the run of {rounds} rounds, and more learners would never average; take a smaller one."
         )
     if most == fewest:

@@ -164,6 +164,7 @@ def test_what_learners_that_come_do_not_go_with_is_refused(options: dict[str, An
         ({"schedule": Cosine(final_factor=0.6)}, "stays at 1, as schedule=cosine does not halve the rate in this"),
         ({"max_learners": 1}, "stays at 1, as max_learners=1 allows no more"),
         ({"averaging": SMA(averaging_period=99)}, "stays at 1, as averaging.averaging_period=99 is longer than the"),
+        ({"averaging": SMA(averaging_period=99, quadratic_period=0.1)}, "up to K = 4 per device"),
         ({"schedule": Cosine(final_factor=0.3), "max_learners": 9}, "up to K = 2 per device"),
     ],
 )
